@@ -1,0 +1,74 @@
+"""What one step computes, and what comes back. Plain records: the scheduler fills them, the runner reads them.
+
+A row is one sequence's part of a step; prefill, chunk, decode and resume differ only in `start` and `count`:
+
+        tokens   p p p p p p p p g g            p: prompt, g: generated
+                 └ cached ┘└ count ┘
+                          start    start + count == len(tokens): the last logits draw a token
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from model.params import Logprob, SamplingParams
+
+NO_TOKEN = -1
+"""The row drew no token: its chunk ends before the end of its sequence, or it may generate none."""
+BAD_LOGITS = -2
+"""The row's logits were not finite; its request must fail, its neighbours must not."""
+
+
+@dataclass(slots=True)
+class Row:
+    """One sequence's part of a step. `tokens` and `blocks` are the owner's lists, read only until the step is collected."""
+
+    tokens: list[int]
+    """Every token known so far, prompt and generated."""
+    prompt_len: int
+    start: int
+    """tokens[start : start + count] are computed; everything before lies in the pool."""
+    count: int
+    blocks: list[int]
+    """Block table; covers start + count tokens."""
+    params: SamplingParams
+    index: int = 0
+    """Number of the sequence within its request; its random stream."""
+    samples: bool = True
+    """Whether a token is drawn after the row's last token."""
+
+
+@dataclass(slots=True)
+class Batch:
+    """One step. `copies` (source block, destination block) are made before anything is computed."""
+
+    rows: list[Row]
+    copies: list[tuple[int, int]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What a step computed; every list has one entry per row of the batch."""
+
+    tokens: list[int]
+    """Sampled id, NO_TOKEN or BAD_LOGITS."""
+    logprobs: list[Logprob | None]
+    """Of the sampled token, where `params.logprobs` asks for it."""
+    prompt_logprobs: list[list[Logprob] | None]
+    """Where `params.prompt_logprobs` asks for it: for every computed position p with p + 1 < prompt_len, in order,
+    the logprob of tokens[p + 1]."""
+
+
+class Pending(Protocol):
+    """A step that is under way."""
+
+    def result(self) -> StepResult:
+        """Wait for it. Raises what the step raised."""
+        ...
+
+
+class Executor(Protocol):
+    """What the engine needs of a runner; the tests have a fake one."""
+
+    def execute(self, batch: Batch) -> Pending: ...

@@ -1,0 +1,52 @@
+"""Sampling parameters and logprobs: the records that cross every room boundary. No torch here."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How one request samples. Validated at the door (`server.protocol`); from there on it is trusted.
+
+    Order of application: penalties, bias, masks (banned, allowed, min_tokens), temperature, top-k, top-p, min-p,
+    then one uniform per (seed, index, position) by inverse CDF. Temperature 0 is argmax.
+    """
+
+    max_tokens: int
+    """Hard limit of generated tokens per sequence, ≥ 0. 0 computes the prompt only (for echo with logprobs)."""
+    seed: int
+    """Always set; the front end draws one where the client gave none."""
+    temperature: float = 1.0
+    """≥ 0; values below 1e-4 are argmax."""
+    top_k: int = 0
+    """0: off."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    """Over prompt and output: positive logits are divided by it, negative ones multiplied."""
+    presence_penalty: float = 0.0
+    """Subtracted once from the logit of every token that was generated."""
+    frequency_penalty: float = 0.0
+    """Subtracted once per use from the logit of every token that was generated."""
+    logit_bias: dict[int, float] = {}
+    min_tokens: int = 0
+    """`stop_token_ids` are masked until so many tokens are generated."""
+    stop_token_ids: tuple[int, ...] = ()
+    """End-of-sequence ids included, unless the client asked to ignore them."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token sequences that must not be completed."""
+    logprobs: int | None = None
+    """None: none; k ≥ 0: the sampled token's logprob and the k likeliest. Of the raw distribution."""
+    prompt_logprobs: int | None = None
+    """The same for every prompt token but the first. Such a request reads no prefix cache."""
+
+
+class Logprob(msgspec.Struct, frozen=True, array_like=True):
+    """Logprob of one token under the raw distribution, and of the likeliest alternatives (natural log, floor -9999)."""
+
+    logprob: float
+    rank: int
+    """1 for the likeliest token."""
+    top_ids: list[int]
+    top_logprobs: list[float]

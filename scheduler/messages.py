@@ -1,0 +1,181 @@
+"""Messages between the API process and the engine: length-prefixed msgpack over an inherited socket pair.
+
+    API process                                   engine process
+      EngineConfig ──────────────────────────────▶  (first message)
+                   ◀──────────────────────────────  Progress*, then Ready or Failed
+      Submit, Abort ─────────────────────────────▶
+                   ◀──────────────────────────────  StepOutput (one per step, and one when only aborts were applied)
+
+Times are CLOCK_MONOTONIC seconds, which all processes of a machine share.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import msgspec
+
+from model.params import Logprob, SamplingParams
+from scheduler.config import EngineConfig
+
+__all__ = [
+    "Abort",
+    "EngineConfig",
+    "EngineStats",
+    "Failed",
+    "FinishReason",
+    "FromEngine",
+    "Logprob",
+    "Progress",
+    "PromptLogprobs",
+    "Ready",
+    "RowError",
+    "SamplingParams",
+    "Started",
+    "StepOutput",
+    "Submit",
+    "ToEngine",
+]
+
+
+class FinishReason(IntEnum):
+    """Why a sequence ended; RUNNING where it did not."""
+
+    RUNNING = 0
+    STOP = 1
+    """A stop token id; it is the last token of the row."""
+    LENGTH = 2
+    ABORT = 3
+    ERROR = 4
+
+
+class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
+    """A new request, or one that is resumed: `generated` holds what its client already has, per sequence."""
+
+    id: int
+    """Made by the API process, never reused."""
+    prompt_ids: list[int]
+    params: SamplingParams
+    n: int = 1
+    """Sequences that share one prefill; sequence i draws from the random stream i."""
+    generated: list[list[int]] = []
+    priority: int = 0
+    """Lower runs first."""
+    tenant: str = ""
+    salt: bytes = b""
+    """Part of every prefix hash: requests of different salts never share a block."""
+    arrival: float = 0.0
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    """Ends a request, or one sequence of it. Unknown ids are ignored: the abort may cross the last token."""
+
+    id: int
+    index: int | None = None
+
+
+class Started(msgspec.Struct, frozen=True, array_like=True):
+    """A request was admitted for the first time."""
+
+    id: int
+    scheduled: float
+    cached_tokens: int
+    """Prompt tokens that came from the prefix cache."""
+
+
+class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Logprobs of prompt tokens 1, 2, …: complete, sent once, at the latest with the first token."""
+
+    id: int
+    values: list[Logprob]
+
+
+class RowError(msgspec.Struct, frozen=True, array_like=True):
+    """Why a row finished with FinishReason.ERROR."""
+
+    row: int
+    message: str
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+    """The engine as it stands after the step; counters never fall."""
+
+    running: int
+    waiting: int
+    """Sequences of requests that were not yet admitted or are preempted."""
+    waiting_tokens: int
+    blocks_total: int
+    """Without the null block."""
+    blocks_free: int
+    """Free and holding nothing of use."""
+    blocks_cached: int
+    """Free, but findable by prefix."""
+    blocks_active: int
+    tokens_active: int
+    """Computed tokens held in active blocks, each block counted once."""
+    preemptions: int
+    prefix_queried_tokens: int
+    prefix_hit_tokens: int
+    computed_tokens: int
+    """Prompt tokens computed, recomputation included."""
+    steps: int
+    step_seconds: float
+    """Of the last step."""
+    step_tokens: int
+    step_rows: int
+
+
+class StepOutput(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
+    """All rows of one step, as columns of equal length: `ids`, `indices`, `tokens`, `finishes`.
+
+    A row brings a token, an end, or both. `tokens` is -1 where a row only ends.
+    """
+
+    ids: list[int] = []
+    indices: list[int] = []
+    tokens: list[int] = []
+    finishes: list[int] = []
+    logprobs: dict[int, Logprob] = {}
+    """By row number, only where asked for."""
+    started: list[Started] = []
+    prompt_logprobs: list[PromptLogprobs] = []
+    errors: list[RowError] = []
+    stats: EngineStats
+    now: float
+    """When the step ended."""
+
+
+class Progress(msgspec.Struct, frozen=True, tag="progress"):
+    """One line per stage of the start."""
+
+    stage: str
+    detail: str
+
+
+class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
+    """The engine serves. What the front end needs to know of it."""
+
+    max_model_len: int
+    vocab_size: int
+    num_blocks: int
+    """Usable blocks, without the null block."""
+    block_size: int
+    kv_bytes_per_token: int
+    kv_bytes: int
+    device: str
+    dtype: str
+    kv_cache_dtype: str
+    attention: str
+    """Name of the attention backend."""
+    weight_bytes: int
+    load_seconds: float
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """The engine could not start, for a reason the user can mend: one line."""
+
+    message: str
+
+
+ToEngine = Submit | Abort
+FromEngine = Progress | Ready | Failed | StepOutput
