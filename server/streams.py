@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from model.params import Logprob
 from model.tokenizer import Tokenizer
 from scheduler.messages import Started, Submit
+from server.errors import RequestError
 from server.logprobs import TokenEntry
 
 
@@ -109,8 +110,8 @@ class RequestStream:
     def wake(self, now: float | None = None) -> None:
         """Once per step, after its rows: wakes the reader. `now`: when the step ended."""
 
-    def fail(self, message: str, status: int = 500, code: str = "engine_error", retry_after: float | None = None) -> None:
-        """The request ends with RequestFailed for its reader, after what is already there. Aborts nothing."""
+    def fail(self, error: RequestError) -> None:
+        """The reader gets what is already there, then `error` is raised to it. Tells the engine nothing."""
 
     def cancel(self) -> None:
         """The reader is gone: abort the request, once, unless it already ended. Idempotent."""
@@ -138,12 +139,12 @@ class RequestStream:
         raise NotImplementedError
 
     def events(self) -> AsyncIterator[list[TextEvent]]:
-        """Everything since the last time, at most one event per sequence. Raises RequestFailed (server.errors).
+        """Everything since the last time, at most one event per sequence. Raises what `fail` was given.
 
         Leaving it before its end (break, cancellation, aclose) cancels the request; wrap it in contextlib.aclosing.
         """
         raise NotImplementedError
 
     async def collect(self) -> list[SequenceResult]:
-        """Drain to the end: one result per sequence, in order of index. Raises RequestFailed; cancels as `events`."""
+        """Drain to the end: one result per sequence, in order of index. Raises and cancels as `events`."""
         raise NotImplementedError
