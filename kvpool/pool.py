@@ -1,0 +1,317 @@
+"""KVPool: what the scheduler sees of the paged pool. Pure bookkeeping over block numbers; no tensor, no request.
+
+A block is in exactly one of three states:
+
+      active   referenced by at least one table
+      cached   in the free list, still findable by its prefix; reused last
+      free     in the free list, its content of no use; reused first
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from kvpool import prefix
+from kvpool.blocks import NULL_BLOCK, Blocks, PoolCorrupt
+from kvpool.prefix import ROOT, TOKEN_BYTES, PrefixHit, PrefixMap, pack, same_prefix
+from kvpool.table import BlockTable
+
+__all__ = ["BlockTable", "KVPool", "PoolCorrupt", "PoolUsage", "PrefixHit"]
+
+
+@dataclass(frozen=True, slots=True)
+class PoolUsage:
+    """Blocks by state, without the null block: total = free + cached + active."""
+
+    total: int
+    free: int
+    """In the free list, holding nothing of use."""
+    cached: int
+    """In the free list, findable by prefix."""
+    active: int
+    """Referenced by at least one table."""
+
+
+class KVPool:
+    """Hands out blocks of `block_size` token slots, shares them by prefix and by fork, and takes them back."""
+
+    def __init__(self, num_blocks: int, block_size: int = 16, prefix_caching: bool = True) -> None:
+        """`num_blocks` includes the null block 0. ValueError where a number is too small."""
+        if block_size < 1:
+            raise ValueError(f"block_size must be at least 1, not {block_size}")
+        self.block_size = block_size
+        self.num_usable = num_blocks - 1
+        """Blocks that can hold tokens."""
+        self.prefix_caching = prefix_caching
+        self._blocks = Blocks(num_blocks)
+        self._map = PrefixMap(num_blocks)
+        self._cached = 0
+        self._surplus = 0
+        """Σ max(0, references - 1): how often shared blocks are counted too often when tables are summed."""
+        self._copies: list[tuple[int, int]] = []
+        # The same lists under short names: extend() runs once per row and step.
+        self._refs = self._blocks.refs
+        self._nodes = self._map.of
+
+    # ---- prefixes ----
+
+    @property
+    def num_free(self) -> int:
+        """Length of the free list: blocks that can be had now, cached ones included. O(1)."""
+        return self._blocks.free
+
+    def hashes(self, tokens: Sequence[int], salt: bytes, previous: list[bytes] | None = None) -> list[bytes]:
+        """Digests of the full blocks of `tokens`, 16 bytes each.
+
+        `previous` is what an earlier call gave for a beginning of these tokens; it is extended in place and returned,
+        so a growing sequence hashes each block once. Empty where prefix caching is off.
+        """
+        digests = [] if previous is None else previous
+        if self.prefix_caching:
+            size = self.block_size
+            digest = digests[-1] if digests else ROOT
+            for i in range(len(digests), len(tokens) // size):
+                digest = prefix.chain_digest(digest, pack(tokens[i * size : (i + 1) * size]), salt)
+                digests.append(digest)
+        return digests
+
+    def match(self, tokens: Sequence[int], salt: bytes, hashes: Sequence[bytes] | None = None) -> PrefixHit:
+        """The longest cached prefix of `tokens`; changes nothing.
+
+        Whole blocks only, and at most (len(tokens) - 1) // block_size of them, so that at least one token is left to
+        compute. Every block's tokens, salt and parent are compared. `hashes` (from `hashes()`) saves hashing again.
+        """
+        size = self.block_size
+        node = None
+        found: list[int] = []
+        free = 0
+        if self.prefix_caching and self._map:
+            digest = ROOT
+            for i in range((len(tokens) - 1) // size):
+                payload = pack(tokens[i * size : (i + 1) * size])
+                if hashes is not None and i < len(hashes):
+                    digest = hashes[i]
+                else:
+                    digest = prefix.chain_digest(digest, payload, salt)
+                child = self._map.find(digest, node, payload, salt)
+                if child is None:
+                    break
+                node = child
+                found.append(node.block)
+                free += self._refs[node.block] == 0
+        return PrefixHit(tuple(found), len(found) * size, free, node)
+
+    # ---- tables ----
+
+    def new_table(self) -> BlockTable:
+        return BlockTable()
+
+    def adopt(self, hit: PrefixHit) -> BlockTable:
+        """A new table that begins with the hit's blocks. ValueError where the hit is stale, and nothing changed."""
+        node = hit.last
+        for block in reversed(hit.blocks):
+            if node is None or node.block != block:
+                raise ValueError("stale prefix hit: the pool changed between match() and adopt()")
+            node = node.parent
+        for block in hit.blocks:
+            if self._refs[block]:
+                self._refs[block] += 1
+                self._surplus += 1
+            else:
+                self._blocks.revive(block)
+                self._cached -= 1
+        return BlockTable(list(hit.blocks), len(hit.blocks), hit.last)
+
+    def fork(self, table: BlockTable) -> BlockTable:
+        """A second table over the same blocks; the first write to a shared block copies it. O(blocks), takes none."""
+        for block in table.blocks:
+            self._refs[block] += 1
+        self._surplus += len(table.blocks)
+        return table.copy()
+
+    def blocks_needed(self, table: BlockTable, num_tokens: int, start: int) -> int:
+        """How many blocks extend() with the same arguments would take from the free list."""
+        wanted = -(-num_tokens // self.block_size)
+        return max(0, wanted - len(table.blocks)) + len(self._shared(table, num_tokens, start))
+
+    def extend(self, table: BlockTable, num_tokens: int, start: int) -> bool:
+        """Make room for `num_tokens` tokens, of which positions start … num_tokens - 1 are about to be written.
+
+        Afterwards the table covers num_tokens, and every block in the written range belongs to it alone: shared ones
+        are replaced (see take_copies), its own registered ones stop being findable. False where the free list is too
+        short, and then nothing changed.
+        """
+        size = self.block_size
+        blocks = table.blocks
+        first = start // size
+        # The usual decode step: one position in a block that is ours alone and was never registered.
+        if start < num_tokens <= (first + 1) * size and first < len(blocks) and first >= table.registered:
+            block = blocks[first]
+            if self._refs[block] == 1 and self._nodes[block] is None:
+                return True
+        wanted = -(-num_tokens // size)
+        shared = self._shared(table, num_tokens, start)
+        missing = max(0, wanted - len(blocks))
+        if missing + len(shared) > self._blocks.free:
+            return False
+        for i in shared:
+            source, target = blocks[i], self._take()
+            self._refs[source] -= 1
+            self._surplus -= 1
+            blocks[i] = target
+            if start > i * size:  # else the block is written from its first slot on: nothing in it is worth copying
+                self._copies.append((source, target))
+        if start < num_tokens:
+            for i in range(first, min(wanted, len(blocks))):
+                self._map.drop(blocks[i])
+            table.rewind(first)
+        for _ in range(missing):
+            blocks.append(self._take())
+        return True
+
+    def take_copies(self) -> list[tuple[int, int]]:
+        """(source, target) blocks to copy, in order, before the next step computes; each is given out once."""
+        copies = self._copies
+        self._copies = []
+        return copies
+
+    def commit(self, table: BlockTable, tokens: Sequence[int], num_computed: int, salt: bytes) -> None:
+        """Make the full blocks among the first `num_computed` tokens findable under `salt`.
+
+        Call it only once their keys and values are really computed, else a failed step would poison the cache. Where
+        a prefix is registered already, the first block stays. Does work only when a block has filled. ValueError where
+        the table began under another salt.
+        """
+        full = num_computed // self.block_size
+        if full <= table.registered or not self.prefix_caching:
+            return
+        if full > len(table.blocks) or num_computed > len(tokens):
+            raise ValueError(f"commit of {num_computed} tokens: {len(tokens)} known, {len(table.blocks)} blocks")
+        size = self.block_size
+        node = table.node
+        if node is not None and node.salt != salt:
+            raise ValueError("commit under another salt than the table's prefix")
+        for i in range(table.registered, full):
+            payload = pack(tokens[i * size : (i + 1) * size])
+            digest = prefix.chain_digest(ROOT if node is None else node.digest, payload, salt)
+            node = self._map.find(digest, node, payload, salt) or self._map.insert(
+                table.blocks[i], digest, node, payload, salt
+            )
+            table.node = node
+            table.registered = i + 1
+
+    def freed_by(self, table: BlockTable) -> int:
+        """How many blocks release() would return to the free list. O(blocks)."""
+        refs = self._refs
+        return sum(refs[block] == 1 for block in table.blocks)
+
+    def release(self, table: BlockTable) -> None:
+        """Give the table's blocks up; the table is empty afterwards. Content stays findable until its block is reused.
+
+        In reverse, so that a tail is evicted before its head: a tail without its head cannot be hit. The last step
+        that writes to these blocks must be finished, or enqueued before whatever writes to them next.
+        """
+        for block in reversed(table.blocks):
+            left = self._refs[block] - 1
+            self._refs[block] = left
+            if left:
+                self._surplus -= 1
+            elif self._nodes[block] is None:
+                self._blocks.put_oldest(block)
+            else:
+                self._blocks.put_newest(block)
+                self._cached += 1
+        table.clear()
+
+    # ---- figures and checks ----
+
+    def usage(self) -> PoolUsage:
+        """O(1)."""
+        listed = self._blocks.free
+        return PoolUsage(self.num_usable, listed - self._cached, self._cached, self.num_usable - listed)
+
+    def tokens_held(self, rows: Iterable[tuple[BlockTable, int]]) -> int:
+        """Slots of active blocks that hold a computed token, shared blocks counted once.
+
+        `rows`: every live table with its number of computed tokens. O(rows), not O(blocks): the sum of the rows counts
+        a shared block once per table; `_surplus` says how often that is too much if all shared blocks are full, and
+        only blocks at or behind the end of a row can be both shared and not full.
+        """
+        size = self.block_size
+        refs = self._refs
+        total = -self._surplus * size
+        partial: dict[int, list[int]] = {}
+        for table, computed in rows:
+            total += computed
+            for i in range(computed // size, len(table.blocks)):
+                block = table.blocks[i]
+                if refs[block] > 1:
+                    partial.setdefault(block, []).append(max(0, computed - i * size))
+        for block, counts in partial.items():
+            # Tables that are not listed here hold the block full.
+            not_full = len(counts)
+            if refs[block] > not_full:
+                total += not_full * size - sum(counts)
+            else:
+                total += (not_full - 1) * size - sum(counts) + max(counts)
+        return total
+
+    def waste(self, tokens_held: int) -> float:
+        """Share of the slots of active blocks that hold no token, 0 … 1; 0 where nothing is active."""
+        slots = (self.num_usable - self._blocks.free) * self.block_size
+        return 1.0 - tokens_held / slots if slots else 0.0
+
+    def check(self, tables: Iterable[BlockTable]) -> None:
+        """Raise PoolCorrupt where an invariant is broken. `tables`: every live table. O(pool).
+
+        Σ references = Σ table lengths, block by block; no block is free and referenced; free + cached + active =
+        total; entries of the prefix map are full blocks under their right digest; a table's registered blocks hold
+        the tokens its prefix says.
+        """
+        self._blocks.check()
+        self._map.check(self.block_size)
+        held = [0] * self._blocks.total
+        for table in tables:
+            if len(set(table.blocks)) != len(table.blocks):
+                raise PoolCorrupt(f"a table holds a block twice: {table.blocks}")
+            for block in table.blocks:
+                if not NULL_BLOCK < block < self._blocks.total:
+                    raise PoolCorrupt(f"a table holds block {block} of {self._blocks.total}")
+                held[block] += 1
+            self._check_prefix(table)
+        for block, (refs, count) in enumerate(zip(self._refs, held, strict=True)):
+            if refs != count:
+                raise PoolCorrupt(f"block {block}: {refs} references, {count} live tables hold it")
+        cached = sum(node is not None and refs == 0 for node, refs in zip(self._nodes, self._refs, strict=True))
+        surplus = sum(refs - 1 for refs in held if refs)
+        if cached != self._cached or surplus != self._surplus:
+            raise PoolCorrupt(f"counted {self._cached} cached, {self._surplus} surplus; found {cached}, {surplus}")
+        usage = self.usage()
+        active = len(held) - held.count(0)
+        if usage.active != active or usage.free + usage.cached + usage.active != usage.total:
+            raise PoolCorrupt(f"{usage} does not add up; {active} blocks are held")
+
+    def _check_prefix(self, table: BlockTable) -> None:
+        chain = table.chain()
+        if len(chain) != table.registered or table.registered > len(table.blocks):
+            raise PoolCorrupt(f"{table.registered} blocks registered, {len(chain)} in the chain, {len(table)} held")
+        for block, link in zip(table.blocks, chain, strict=False):
+            node = self._nodes[block]
+            if len(link.payload) != self.block_size * TOKEN_BYTES or (node and not same_prefix(node, link)):
+                raise PoolCorrupt(f"block {block} is registered for other tokens than its table's")
+
+    def _take(self) -> int:
+        block = self._blocks.take()
+        if self._nodes[block] is not None:
+            self._map.drop(block)
+            self._cached -= 1
+        return block
+
+    def _shared(self, table: BlockTable, num_tokens: int, start: int) -> list[int]:
+        """Indices of the blocks in the written range that other tables hold too."""
+        if start >= num_tokens:
+            return []
+        refs, blocks = self._refs, table.blocks
+        end = min(-(-num_tokens // self.block_size), len(blocks))
+        return [i for i in range(start // self.block_size, end) if refs[blocks[i]] > 1]

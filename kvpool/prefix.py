@@ -1,0 +1,133 @@
+"""The prefix map: which block holds the keys and values of which prefix.
+
+A prefix is a chain of full blocks. Each link is hashed from its parent's digest, its own tokens and the salt, so
+different salts share nothing. The map is keyed by digest, but a digest is only a hint: a hit also compares the block's
+tokens, its salt and its parent, so no collision can hand out foreign content.
+
+      digest 0 = H(root, tokens 0, salt)     digest 1 = H(digest 0, tokens 1, salt)     …
+         Node(block 7, parent None) ◀─────────── Node(block 3, parent ↑) ◀───────────── …
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+from kvpool.blocks import NULL_BLOCK, PoolCorrupt
+
+ROOT = b"\0" * 16
+TOKEN_BYTES = array("I").itemsize
+
+
+def chain_digest(parent: bytes, payload: bytes, salt: bytes) -> bytes:
+    """Digest of one link, 16 bytes. Parent and payload have a fixed length within a pool, so the parts cannot mix."""
+    return blake2b(parent + payload + salt, digest_size=16).digest()
+
+
+def pack(tokens: Sequence[int]) -> bytes:
+    """Token ids as unsigned 32-bit integers. OverflowError for an id that is none (a placeholder, say)."""
+    return array("I", tokens).tobytes()
+
+
+def unpack(payload: bytes) -> list[int]:
+    return list(array("I", payload))
+
+
+class Node:
+    """One full block of a prefix. Lives on after its eviction (block = 0) while a child or a table refers to it."""
+
+    __slots__ = ("block", "digest", "parent", "payload", "salt")
+
+    def __init__(self, block: int, digest: bytes, parent: Node | None, payload: bytes, salt: bytes) -> None:
+        self.block = block
+        self.digest = digest
+        self.parent = parent
+        self.payload = payload
+        self.salt = salt
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixHit:
+    """A cached prefix. Good until the pool changes: adopt it at once or match again."""
+
+    blocks: tuple[int, ...] = ()
+    tokens: int = 0
+    """len(blocks) * block_size"""
+    free: int = 0
+    """How many of the blocks lie in the free list now; adopting takes them out of it."""
+    last: Node | None = field(default=None, repr=False, compare=False)
+
+
+def same_prefix(one: Node | None, other: Node | None) -> bool:
+    """Whether two chains hold the same tokens under the same salt. O(length up to the first common node)."""
+    while one is not other:
+        if one is None or other is None or one.payload != other.payload or one.salt != other.salt:
+            return False
+        one, other = one.parent, other.parent
+    return True
+
+
+class PrefixMap:
+    """Digest → Node of the block that holds it; at most one block per prefix, at most one prefix per block."""
+
+    __slots__ = ("_by_digest", "of")
+
+    def __init__(self, num_blocks: int) -> None:
+        self._by_digest: dict[bytes, Node] = {}
+        self.of: list[Node | None] = [None] * num_blocks
+        """By block: its node while it is findable. Read it freely; only this class writes it."""
+
+    def __len__(self) -> int:
+        return len(self._by_digest)
+
+    def find(self, digest: bytes, parent: Node | None, payload: bytes, salt: bytes) -> Node | None:
+        """The node that holds exactly this link, verified, or None."""
+        node = self._by_digest.get(digest)
+        if node is None or node.payload != payload or node.salt != salt:
+            return None
+        if node.parent is not parent:
+            if not same_prefix(node.parent, parent):
+                return None
+            # The parent was evicted and computed again. Link to the one that is findable, so that the walk above is
+            # done once and the evicted chain can be collected.
+            if parent is not None and parent.block != NULL_BLOCK:
+                node.parent = parent
+        return node
+
+    def insert(self, block: int, digest: bytes, parent: Node | None, payload: bytes, salt: bytes) -> Node:
+        """Make a full, computed block findable. Where another prefix has the digest (a collision), the node is made
+        but the block stays unfindable."""
+        if self.of[block] is not None:
+            raise PoolCorrupt(f"block {block} is already registered, for another prefix")
+        if digest in self._by_digest:
+            return Node(NULL_BLOCK, digest, parent, payload, salt)
+        node = Node(block, digest, parent, payload, salt)
+        self._by_digest[digest] = self.of[block] = node
+        return node
+
+    def drop(self, block: int) -> None:
+        """The block's content is about to change: nobody may find it any more."""
+        node = self.of[block]
+        if node is not None:
+            del self._by_digest[node.digest]
+            node.block = NULL_BLOCK
+            self.of[block] = None
+
+    def check(self, block_size: int) -> None:
+        """Both directions of the map agree; every entry is one full block and hashes to its key."""
+        registered = 0
+        for block, node in enumerate(self.of):
+            if node is None:
+                continue
+            registered += 1
+            if node.block != block or self._by_digest.get(node.digest) is not node:
+                raise PoolCorrupt(f"prefix map: block {block} and its entry disagree")
+            if len(node.payload) != block_size * TOKEN_BYTES:
+                raise PoolCorrupt(f"prefix map: block {block} is not full")
+            parent = ROOT if node.parent is None else node.parent.digest
+            if chain_digest(parent, node.payload, node.salt) != node.digest:
+                raise PoolCorrupt(f"prefix map: block {block} is filed under a wrong digest")
+        if registered != len(self._by_digest):
+            raise PoolCorrupt(f"prefix map: {len(self._by_digest)} entries for {registered} blocks")
