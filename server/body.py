@@ -1,0 +1,94 @@
+"""Reading and parsing a request's body: bounded in size, time and depth, before anything else sees it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, TypeVar
+
+import orjson
+from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect, Request
+
+from server.errors import DeadlineExceeded, InvalidRequest, PayloadTooLarge, UnsupportedMediaType
+from server.protocol.base import invalid
+
+MAX_BODY_BYTES = 32 * 2**20
+READ_SECONDS = 60.0
+MAX_DEPTH = 64
+"""Nested arrays and objects. Far below what would overflow a recursive reader, such as a template's tojson."""
+INLINE_BYTES = 64 * 1024
+"""Larger bodies are parsed in a thread, so that streams do not wait for them."""
+
+M = TypeVar("M", bound=BaseModel)
+
+
+async def read_body(request: Request) -> bytes:
+    """The whole body. Raises PayloadTooLarge from the declared length or as soon as a chunked body exceeds the limit,
+    DeadlineExceeded where it trickles in, ClientDisconnect where it stops."""
+    too_large = PayloadTooLarge(f"body: larger than {MAX_BODY_BYTES} bytes")
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > MAX_BODY_BYTES:
+        raise too_large
+    chunks: list[bytes] = []
+    size = 0
+    try:
+        async with asyncio.timeout(READ_SECONDS):
+            while True:
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientDisconnect
+                chunk = message.get("body", b"")
+                chunks.append(chunk)
+                size += len(chunk)
+                if size > MAX_BODY_BYTES:
+                    raise too_large
+                if not message.get("more_body", False):
+                    return b"".join(chunks)
+    except TimeoutError:
+        raise DeadlineExceeded(f"body: not complete after {READ_SECONDS:.0f} s") from None
+
+
+def parse_json(body: bytes) -> Any:
+    """JSON as RFC 8259 has it: UTF-8, no NaN or Infinity, no lone surrogates, at most MAX_DEPTH deep."""
+    try:
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequest(f"body: not valid JSON: {error}", code="invalid_json") from None
+    # No more brackets than levels: no need to walk.
+    if body.count(b"[") + body.count(b"{") > MAX_DEPTH and _depth(value) > MAX_DEPTH:
+        raise InvalidRequest(f"body: nested more than {MAX_DEPTH} levels deep", code="invalid_json")
+    return value
+
+
+def _depth(value: Any) -> int:
+    """Levels of nesting, counted no further than just past MAX_DEPTH."""
+    depth, level = 0, [value]
+    while level and depth <= MAX_DEPTH:
+        depth += 1
+        children = (entry.values() if type(entry) is dict else entry for entry in level if type(entry) in (dict, list))
+        level = [child for entries in children for child in entries if type(child) in (dict, list)]
+    return depth
+
+
+def validate(model: type[M], body: bytes) -> M:
+    """The body as `model`. Raises a RequestError that names the field at fault."""
+    try:
+        return model.model_validate(parse_json(body))
+    except ValidationError as error:
+        raise invalid(error) from None
+
+
+def check_media_type(request: Request) -> None:
+    """Only JSON; else any web page could make a browser post to a local server without being asked."""
+    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if kind != "application/json" and not kind.endswith("+json"):
+        raise UnsupportedMediaType("content-type: must be application/json")
+
+
+async def parse_body(request: Request, model: type[M]) -> M:
+    """Read, parse and validate."""
+    check_media_type(request)
+    body = await read_body(request)
+    if len(body) <= INLINE_BYTES:
+        return validate(model, body)
+    return await asyncio.to_thread(validate, model, body)

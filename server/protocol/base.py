@@ -1,0 +1,73 @@
+"""What all request bodies share: strict types, null means absent, and no silence about what is not honoured.
+
+body ── nulls dropped ── unsupported fields refused ── unknown fields logged once ── strict validation
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from server.errors import InvalidRequest, Unsupported
+
+log = logging.getLogger("octavo.protocol")
+
+MAX_UNKNOWN_NAMES = 256
+_unknown_names: set[str] = set()
+"""Field names already logged; bounded, since clients choose them."""
+
+
+def _whole(value: object) -> object:
+    """1.0 may pass for 1; a bool or a string may not (strict mode sees to that)."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Int = Annotated[int, BeforeValidator(_whole)]
+"""An integer in JSON, or a float that is one. Never a bool, never a string."""
+Count = Annotated[Int, Field(ge=0, le=2**31 - 1)]
+TokenId = Annotated[Int, Field(ge=0, le=2**31 - 1)]
+
+
+class Body(BaseModel):
+    """A JSON object. An explicit null is the same as an absent field."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, frozen=True)
+
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    """Fields that are known elsewhere and not honoured here, each with the values that ask for nothing."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _screen(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        present = {name: value for name, value in data.items() if value is not None}
+        for name in present.keys() - cls.model_fields.keys():
+            if name not in cls.unsupported:
+                _log_unknown(name)
+            elif present[name] not in cls.unsupported[name]:
+                raise Unsupported(
+                    f"{name}: this server does not support it{_allowed(cls.unsupported[name])}", param=name
+                )
+        return present
+
+
+def _accepted(neutral: tuple[Any, ...]) -> str:
+    return f" (accepted: {', '.join(map(repr, neutral))})" if neutral else ""
+
+
+def _log_unknown(name: str) -> None:
+    if name not in _unknown_names and len(_unknown_names) < MAX_UNKNOWN_NAMES:
+        _unknown_names.add(name)
+        log.info("ignored an unknown request field: %s", ascii(name[:64]))
+
+
+def invalid(error: ValidationError) -> InvalidRequest:
+    """The first fault of a body, named by its dotted path. Input is never echoed: it may be large, or private."""
+    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    path = ".".join(str(part) for part in first["loc"] if part != "[key]")
+    message = first["msg"].removeprefix("Value error, ")
+    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+    return InvalidRequest(f"{path or 'body'}: {message}{more}", param=path or None)

@@ -1,0 +1,158 @@
+"""POST /v1/chat/completions: the request and its messages."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import Field, PlainValidator, StringConstraints, WithJsonSchema, model_validator
+
+from server.errors import InvalidRequest, Unsupported
+from server.protocol.base import Body, Count, Int
+from server.protocol.sampling import MAX_LOGPROBS, UNSUPPORTED, GenerationRequest
+
+MAX_MESSAGES = 4096
+TEXT_PARTS = {"text": "text", "refusal": "refusal"}
+"""Kinds of content parts that are text, and the field that holds it."""
+
+
+def parse_content(value: object) -> str:
+    """A string, or text parts joined without a separator. Raises ValueError, or Unsupported for images and the like."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise ValueError("must be a string or a list of content parts")
+    texts: list[str] = []
+    for number, part in enumerate(value):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if not isinstance(kind, str):
+            raise ValueError(f"part {number} must be an object with a type")
+        if kind not in TEXT_PARTS:
+            raise Unsupported(
+                f"messages: the model takes text only, not a part of type {kind[:32]!a}",
+                param="messages",
+                code="unsupported_value",
+            )
+        text = part.get(TEXT_PARTS[kind])
+        if not isinstance(text, str):
+            raise ValueError(f"part {number} must have a string in {TEXT_PARTS[kind]!r}")
+        texts.append(text)
+    return "".join(texts)
+
+
+Content = Annotated[
+    str,
+    PlainValidator(parse_content),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {
+                    "type": "array",
+                    "items": {
+                        "type": "object",
+                        "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+                        "required": ["type", "text"],
+                    },
+                },
+            ]
+        }
+    ),
+]
+
+
+class FunctionCall(Body):
+    name: Annotated[str, StringConstraints(min_length=1, max_length=256)]
+    arguments: str = ""
+
+
+class ToolCall(Body):
+    """A call that an assistant made earlier in the conversation."""
+
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Message(Body):
+    role: Literal["developer", "system", "user", "assistant", "tool"]
+    content: Content | None = None
+    name: Annotated[str, StringConstraints(max_length=256)] | None = None
+    reasoning_content: str | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=128)] | None = None
+    tool_call_id: str | None = None
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        if self.role == "tool" and self.tool_call_id is None:
+            raise ValueError("a tool message needs tool_call_id")
+        if self.content is None and self.role != "assistant":
+            raise ValueError(f"a {self.role} message needs content")
+        if self.content is None and not self.tool_calls:
+            raise ValueError("an assistant message needs content or tool_calls")
+        return self
+
+
+class ChatFields(Body):
+    """What turns messages into a prompt; /tokenize takes it too."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict, max_length=64)
+    add_special_tokens: bool = False
+
+    @model_validator(mode="after")
+    def _end(self) -> Self:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise InvalidRequest(
+                "continue_final_message: not allowed together with add_generation_prompt",
+                param="continue_final_message",
+            )
+        return self
+
+    @property
+    def generation_prompt(self) -> bool:
+        """Whether the template opens the assistant's turn: yes, unless the last message is to be continued."""
+        return not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
+
+
+CHAT_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "tools": (),
+    "tool_choice": ("none", "auto"),
+    "functions": (),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "audio": (),
+    "web_search_options": (),
+    "reasoning_effort": ("none",),
+    "documents": ([],),
+    "chat_template": (),
+    "echo": (False,),
+    "suffix": ("",),
+}
+
+
+class ChatRequest(ChatFields, GenerationRequest):
+    """Answer a conversation."""
+
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = UNSUPPORTED | CHAT_UNSUPPORTED
+
+    max_completion_tokens: Annotated[Count, Field(ge=1)] | None = None
+    max_tokens: Annotated[Count, Field(ge=1, description="deprecated: max_completion_tokens")] | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    @model_validator(mode="after")
+    def _fit(self) -> Self:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidRequest("top_logprobs: only allowed with logprobs: true", param="top_logprobs")
+        if self.limit is not None and self.min_tokens > self.limit:
+            raise InvalidRequest(
+                f"min_tokens: must not exceed max_tokens ({self.min_tokens} > {self.limit})", param="min_tokens"
+            )
+        return self
+
+    @property
+    def limit(self) -> int | None:
+        """Generated tokens at most; None: to the end of the context."""
+        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens

@@ -1,0 +1,93 @@
+"""POST /v1/completions: the request."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Self
+
+from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
+
+from server.errors import InvalidRequest
+from server.protocol.base import Count, Int
+from server.protocol.sampling import MAX_LOGPROBS, UNSUPPORTED, GenerationRequest
+
+MAX_PROMPTS = 1024
+MAX_CHOICES = 1024
+"""Prompts times n of one request."""
+
+
+def _is_ids(value: list[Any]) -> bool:
+    """A non-empty list of integers, none of them a bool. Written for lists of millions."""
+    return bool(value) and set(map(type, value)) == {int}
+
+
+def _check_ids(ids: list[int]) -> list[int]:
+    if min(ids) < 0 or max(ids) > 2**31 - 1:
+        raise ValueError("token ids must lie in the vocabulary")
+    return ids
+
+
+def parse_prompt(value: object) -> list[str | list[int]]:
+    """One prompt per entry, from a string, a list of token ids, or a list of either. Raises ValueError."""
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list):
+        raise ValueError("must be a string, a list of strings, a list of token ids, or a list of such lists")
+    if _is_ids(value):
+        return [_check_ids(value)]
+    if not value:
+        raise ValueError("must not be an empty list")
+    if len(value) > MAX_PROMPTS:
+        raise ValueError(f"at most {MAX_PROMPTS} prompts are allowed, not {len(value)}")
+    if all(isinstance(entry, str) for entry in value):
+        return list(value)
+    if all(isinstance(entry, list) and _is_ids(entry) for entry in value):
+        return [_check_ids(entry) for entry in value]
+    raise ValueError("must be a string, a list of strings, a list of token ids, or a list of such lists, none empty")
+
+
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+Prompts = Annotated[
+    list[str | list[int]],
+    PlainValidator(parse_prompt),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": MAX_PROMPTS},
+                _IDS,
+                {"type": "array", "items": _IDS, "minItems": 1, "maxItems": MAX_PROMPTS},
+            ]
+        }
+    ),
+]
+
+
+class CompletionRequest(GenerationRequest):
+    """Continue one prompt or several; choice p * n + i is sequence i of prompt p."""
+
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = UNSUPPORTED | {
+        "suffix": ("",),
+        "tools": ([],),
+        "modalities": (["text"],),
+        "audio": (),
+    }
+
+    prompt: Prompts
+    max_tokens: Count = 16
+    logprobs: Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    echo: bool = False
+    add_special_tokens: bool = True
+
+    @model_validator(mode="after")
+    def _fit(self) -> Self:
+        if self.min_tokens > self.max_tokens:
+            raise InvalidRequest(
+                f"min_tokens: must not exceed max_tokens ({self.min_tokens} > {self.max_tokens})", param="min_tokens"
+            )
+        if len(self.prompt) * self.n > MAX_CHOICES:
+            raise InvalidRequest(
+                f"n: {len(self.prompt)} prompts times {self.n} exceed the limit of {MAX_CHOICES} choices", param="n"
+            )
+        if self.echo and len(self.stop) > 1:
+            raise InvalidRequest("echo: not supported with a list of stop strings", param="echo")
+        return self
