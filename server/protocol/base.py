@@ -48,9 +48,8 @@ class Body(BaseModel):
             if name not in cls.unsupported:
                 _log_unknown(name)
             elif present[name] not in cls.unsupported[name]:
-                raise Unsupported(
-                    f"{name}: this server does not support it{_allowed(cls.unsupported[name])}", param=name
-                )
+                accepted = _accepted(cls.unsupported[name])
+                raise Unsupported(f"{name}: this server does not support it{accepted}", param=name)
         return present
 
 
