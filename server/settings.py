@@ -1,0 +1,235 @@
+"""Every knob of `octavo serve`: flag, else OCTAVO_* in the environment, else a key of --config FILE, else default."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import (
+    BeforeValidator,
+    Field,
+    FilePath,
+    JsonValue,
+    SecretStr,
+    StringConstraints,
+    ValidationError,
+    field_validator,
+)
+from pydantic_settings import (
+    BaseSettings,
+    InitSettingsSource,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+)
+
+from scheduler.config import EngineConfig
+
+ENV_PREFIX = "OCTAVO_"
+
+
+class BadSettings(Exception):
+    """A flag, a variable or the file is wrong: one line that names it."""
+
+
+def flag(default: Any, group: str, description: str, metavar: str | None = None, **limits: Any) -> Any:
+    """A field of Settings that `server.cli` shows as a flag."""
+    extra: dict[str, JsonValue] = {"group": group, "metavar": metavar}
+    if isinstance(default, list):
+        return Field(default_factory=list, description=description, json_schema_extra=extra, **limits)
+    return Field(default, description=description, json_schema_extra=extra, **limits)
+
+
+def _bytes(value: object) -> object:
+    from kvpool.budget import parse_bytes
+
+    return parse_bytes(value) if isinstance(value, str) else value
+
+
+def _number(value: object) -> object:
+    return int(value) if isinstance(value, str) and value.isdecimal() else value
+
+
+def _commas(value: object) -> object:
+    if isinstance(value, str):
+        value = [value]
+    if isinstance(value, list):
+        return [part.strip() for entry in value for part in str(entry).split(",")]
+    return value
+
+
+Name = Annotated[str, StringConstraints(min_length=1, max_length=256, pattern=r"^[^\x00-\x20\x7f]+$")]
+
+
+class Settings(BaseSettings):
+    """Validated once, at start; frozen from then on."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX, env_ignore_empty=True, extra="forbid", frozen=True, protected_namespaces=()
+    )
+
+    model: str | None = flag(
+        None, "Model", "hub id, folder, or GGUF file; without it the built-in SmolLM2-135M-Instruct", "MODEL"
+    )
+    served_model_name: Annotated[list[Name], NoDecode, BeforeValidator(_commas)] = flag(
+        [], "Model", "name in /v1/models; more names, each its own flag or after a comma, are aliases", "NAME"
+    )
+    device: Literal["auto", "cpu", "cuda"] = flag("auto", "Model", "where the model runs")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = flag(
+        "auto", "Model", "type of the weights; auto: bfloat16 where the processor has it, else float32"
+    )
+    max_model_len: int | None = flag(
+        None, "Model", "context length in tokens; by default the model's own", "TOKENS", ge=16, le=2**24
+    )
+    chat_template: FilePath | None = flag(None, "Model", "Jinja file to use instead of the model's template", "FILE")
+    generation_config: Literal["auto", "none"] = flag(
+        "auto", "Model", "default sampling values: auto, the model's generation_config; none, OpenAI's"
+    )
+    seed: int | None = flag(
+        None, "Model", "seeds of requests that bring none are drawn from it; by default at random", "N", ge=0, lt=2**63
+    )
+    allow_special_tokens_in_content: bool = flag(
+        False, "Model", "let special tokens written out in a message's content become special tokens"
+    )
+
+    kv_cache_memory: Annotated[int, BeforeValidator(_bytes)] | None = flag(
+        None, "Memory", "bytes of the KV pool, e.g. 4GiB; by default from what is free", "BYTES", ge=1, le=2**50
+    )
+    gpu_memory_utilization: float = flag(
+        0.9, "Memory", "share of a GPU's memory to use, where --kv-cache-memory is not given", "0..1", gt=0, le=1
+    )
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16"] = flag(
+        "auto", "Memory", "type of keys and values"
+    )
+    block_size: Annotated[Literal[16, 32, 64], BeforeValidator(_number)] = flag(
+        16, "Memory", "tokens in a block of the pool: 16, 32 or 64", "TOKENS"
+    )
+    enable_prefix_caching: bool = flag(True, "Memory", "reuse the keys and values of a prefix seen before")
+
+    max_num_seqs: int = flag(64, "Scheduling", "sequences that run at once", "N", ge=1, le=65536)
+    max_num_batched_tokens: int | None = flag(
+        None,
+        "Scheduling",
+        "tokens computed in one step; by default 512 on a CPU, 8192 on a GPU",
+        "TOKENS",
+        ge=1,
+        le=2**24,
+    )
+    target_step_time: float = flag(
+        0.1,
+        "Scheduling",
+        "on a CPU: length in seconds that a step with part of a prompt should have",
+        "SECONDS",
+        gt=0,
+        le=60,
+    )
+    max_queued_requests: int = flag(
+        2048, "Scheduling", "sequences that may wait beyond --max-num-seqs; more are refused with 429", "N", ge=0
+    )
+    max_queued_tokens: int = flag(
+        1_048_576, "Scheduling", "prompt tokens that may wait; more are refused with 429", "TOKENS", ge=1
+    )
+    queue_timeout: float = flag(
+        0, "Scheduling", "seconds that a request may wait for its first step; 0: any time", "SECONDS", ge=0
+    )
+    request_timeout: float = flag(
+        0, "Scheduling", "seconds that a request may take in all; 0: any time", "SECONDS", ge=0
+    )
+
+    host: str = flag("127.0.0.1", "Server", "address to listen on", "ADDRESS")
+    port: int = flag(8000, "Server", "port to listen on; 0: any free one", "PORT", ge=0, le=65535)
+    api_key: Annotated[list[SecretStr], NoDecode, BeforeValidator(_commas)] = flag(
+        [], "Server", "key that clients must send; more keys, each its own flag or after a comma", "KEY"
+    )
+    protect_metrics: bool = flag(False, "Server", "ask for the key on /metrics too")
+    drain_timeout: float = flag(
+        30, "Server", "seconds that running requests get to finish after SIGTERM", "SECONDS", ge=0, le=86400
+    )
+    metrics_alias: Literal["vllm", "none"] = flag(
+        "vllm", "Server", "names on /metrics beside octavo_*: vllm, what dashboards for vLLM read"
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = flag("info", "Server", "least severe line that is logged")
+    log_format: Literal["text", "json"] = flag("text", "Server", "one line of text, or one JSON object a line")
+
+    @field_validator("api_key")
+    @classmethod
+    def _keys(cls, keys: list[SecretStr]) -> list[SecretStr]:
+        if any(not key.get_secret_value().isascii() or not key.get_secret_value().isprintable() for key in keys):
+            raise ValueError("a key must be printable ASCII")
+        if any(not key.get_secret_value() for key in keys):
+            raise ValueError("a key must not be empty")
+        return keys
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        assert isinstance(init_settings, InitSettingsSource)
+        flags = dict(init_settings.init_kwargs)
+        file = flags.pop("_file", {})
+        return (
+            InitSettingsSource(settings_cls, init_kwargs=flags),
+            env_settings,
+            InitSettingsSource(settings_cls, init_kwargs=file),
+        )
+
+    def engine(self) -> EngineConfig:
+        """What the engine process is told."""
+        return EngineConfig(
+            **{name: getattr(self, name) for name in EngineConfig.__struct_fields__ if hasattr(self, name)}
+        )
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """Settings of a YAML, TOML or JSON file, told apart by its suffix; keys with dashes or underscores.
+
+    Raises BadSettings.
+    """
+    readers: dict[str, Callable[[str], Any]] = {
+        ".yaml": yaml.safe_load,
+        ".yml": yaml.safe_load,
+        ".toml": tomllib.loads,
+        ".json": json.loads,
+    }
+    reader = readers.get(path.suffix)
+    if reader is None:
+        raise BadSettings(f"--config {path}: must end in .yaml, .yml, .toml or .json")
+    try:
+        content = reader(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BadSettings(f"--config {path}: {error.strerror}") from None
+    except (ValueError, yaml.YAMLError) as error:
+        raise BadSettings(f"--config {path}: {' '.join(str(error).split())}") from None
+    if not isinstance(content, dict):
+        raise BadSettings(f"--config {path}: must hold a mapping of settings")
+    return {str(key).replace("-", "_"): value for key, value in content.items() if value is not None}
+
+
+def load_settings(flags: dict[str, Any], file: Path | None = None) -> Settings:
+    """Settings from the flags that were given, the environment and the file. Raises BadSettings."""
+    content = read_file(file) if file is not None else {}
+    for name in content.keys() - Settings.model_fields.keys():
+        raise BadSettings(f"--config {file}: unknown setting {name!r}")
+    try:
+        return Settings(**{**flags, "_file": content})
+    except SettingsError as error:
+        raise BadSettings(" ".join(str(error).split())) from None
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        name = str(first["loc"][0]) if first["loc"] else ""
+        origin = "--" + name.replace("_", "-")
+        if name not in flags:
+            origin = f"{ENV_PREFIX}{name.upper()}" if name not in content else f"--config {file}: {name}"
+        got = "" if name == "api_key" else f", not {first['input']!r}"
+        message = first["msg"].removeprefix("Value error, ")
+        raise BadSettings(f"{origin}: {message[0].lower()}{message[1:]}{got}") from None
