@@ -1,0 +1,138 @@
+"""The decoder family: Llama 2 and 3, Mistral, Qwen2 and 3, SmolLM2 and 3, Phi-3, Granite, OLMo2, Gemma 2 and 3.
+
+One layer, in its three arrangements of norms (a1, a2 around attention, m1, m2 around the MLP):
+
+    pre        x + attention(a1(x))           then   x + mlp(m1(x))
+    post       x + a2(attention(x))           then   x + m2(mlp(x))
+    sandwich   x + a2(attention(a1(x)))       then   x + m2(mlp(m1(x)))
+
+Granite multiplies what is added to x. Everything else is in `ModelConfig`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kvpool.storage import KVStorage
+from model.attention.base import Attention
+from model.config import ModelConfig
+from model.inputs import StepInputs
+from model.layer import Layer, LayerLoader, Weights
+from model.layers import Embedding, gated
+from model.precision import Precision
+from model.rope import RopeTable, rotate
+
+
+class Model(Protocol):
+    """What the runner needs of a model."""
+
+    weight_bytes: int
+    rope_switch: int | None
+    """See `RopeTable.switch`."""
+
+    def forward(self, inputs: StepInputs, storage: KVStorage) -> Tensor:
+        """Write the step's keys and values to the pool; hidden states [T, hidden], normed for the head."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[rows, hidden] → [rows, vocab] float32."""
+        ...
+
+
+class Decoder:
+    """The model in `config`, computed over the pool. Holds every weight; nothing grows after construction."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        attention: Attention,
+        precision: Precision,
+        device: torch.device,
+        max_model_len: int,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> None:
+        """Read, fuse and convert one layer at a time; `progress` is told (layers done, layers).
+
+        Raises ModelError where a weight is missing or has the wrong shape.
+        """
+        self.config = config
+        self.attention = attention
+        loader = LayerLoader(config, weights, precision, device)
+        table, head = loader.ends()
+        self.embedding = Embedding(table, loader.embedding_multiplier(), precision)
+        self.head = head
+        self.norm = loader.norm("model.norm.weight", config.hidden_size)
+        self.layers: list[Layer] = []
+        for number in range(config.num_layers):
+            self.layers.append(loader.layer(number))
+            progress(number + 1, config.num_layers)
+        ropes = [config.rope, *([config.local_rope] if config.local_rope is not None else [])]
+        self.ropes = [
+            RopeTable(rope, config.head_dim, config.max_position_embeddings, max_model_len, device) for rope in ropes
+        ]
+        self.rope_switch = next((rope.switch for rope in self.ropes if rope.switch is not None), None)
+        self.weight_bytes = loader.bytes
+
+    def forward(self, inputs: StepInputs, storage: KVStorage) -> Tensor:
+        x = self.embedding(inputs.token_ids)
+        cos_sin = [rope.rows(inputs.positions, inputs.lengths, x.dtype) for rope in self.ropes]
+        multiplier = self.config.residual_multiplier
+        for number, layer in enumerate(self.layers):
+            y = layer.before_attention(x) if layer.before_attention else x
+            y = self._attend(y, number, layer, cos_sin, inputs, storage)
+            if layer.after_attention:
+                y = layer.after_attention(y)
+            x = x.add_(y, alpha=multiplier)
+            y = layer.before_mlp(x) if layer.before_mlp else x
+            y = layer.down(gated(layer.gate_up(y), self.config.activation))
+            if layer.after_mlp:
+                y = layer.after_mlp(y)
+            x = x.add_(y, alpha=multiplier)
+        return self.norm(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        logits = self.head(hidden)
+        if self.config.logits_divisor != 1.0:
+            logits = logits.div_(self.config.logits_divisor)
+        cap = self.config.logits_softcap
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+    def _attend(
+        self,
+        x: Tensor,
+        number: int,
+        layer: Layer,
+        cos_sin: list[tuple[Tensor, Tensor]],
+        inputs: StepInputs,
+        storage: KVStorage,
+    ) -> Tensor:
+        config, tokens = self.config, x.shape[0]
+        heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
+        qkv = layer.qkv(x)
+        if layer.q_norm and layer.k_norm:
+            q, k, v = qkv.split([heads * dim, kv_heads * dim, kv_heads * dim], dim=-1)
+            qk = torch.cat([layer.q_norm(q), layer.k_norm(k)], dim=-1).view(tokens, heads + kv_heads, dim)
+            v = v.view(tokens, kv_heads, dim)
+        else:
+            packed = qkv.view(tokens, heads + 2 * kv_heads, dim)
+            qk, v = packed[:, : heads + kv_heads], packed[:, heads + kv_heads :]
+        if layer.qk_norm:
+            qk = layer.qk_norm(qk)
+        if layer.rope is not None:
+            qk = rotate(qk, *cos_sin[layer.rope])
+        storage.write(number, qk[:, heads:], v, inputs.slots)
+        attended = self.attention(
+            qk[:, :heads],
+            storage,
+            number,
+            inputs,
+            scale=config.attention_scale,
+            window=layer.window,
+            softcap=config.attention_softcap,
+        )
+        return layer.output(attended.reshape(tokens, heads * dim))

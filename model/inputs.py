@@ -1,0 +1,149 @@
+"""A step's rows as packed tensors: what the model and the attention backends read.
+
+rows        r0 (decode)   r1 (chunk of 3)          r2 (decode)
+tokens      a             b      c      d          e            T = 5, no padding
+positions   17            32     33     34         4
+slots       where each token's key and value go: block · block_size + offset
+row_starts  0             1                        4       5
+contexts    18            35                       5       keys a row's last token sees
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from model.batch import Batch, Row
+
+Ints = npt.NDArray[np.int64]
+Plan = TypeVar("Plan")
+
+_TOKENS, _POSITIONS, _SLOTS, _LENGTHS = range(4)
+
+
+class StepInputs:
+    """One step. Tensors are int64 on the model's device; arrays are int64 on the host."""
+
+    __slots__ = (
+        "_plans",
+        "block_size",
+        "contexts",
+        "counts",
+        "device",
+        "lengths",
+        "opened",
+        "positions",
+        "row_starts",
+        "sampled",
+        "slots",
+        "starts",
+        "tables",
+        "token_ids",
+    )
+
+    def __init__(self, packed: Tensor, opened: Tensor, sampled: Tensor, block_size: int) -> None:
+        self.token_ids: Tensor = packed[_TOKENS]
+        """[T]"""
+        self.positions: Tensor = packed[_POSITIONS]
+        """[T]"""
+        self.slots: Tensor = packed[_SLOTS]
+        """[T]"""
+        self.lengths: Tensor = packed[_LENGTHS]
+        """[T] known tokens of each token's sequence, computed or not."""
+        self.opened = opened
+        """Blocks that this step begins to write and does not fill: their unwritten slots must hold finite numbers."""
+        self.sampled = sampled
+        """[S] index among the T tokens of the last token of every row that draws one."""
+        self.device = packed.device
+        self.block_size = block_size
+        self.row_starts: Ints
+        """[R + 1] first token of each row, and T."""
+        self.starts: Ints
+        """[R] position of each row's first token."""
+        self.counts: Ints
+        """[R]"""
+        self.contexts: Ints
+        """[R] starts + counts."""
+        self.tables: Ints
+        """[R, most blocks of any row], padded with the null block 0."""
+        self._plans: dict[Hashable, Any] = {}
+
+    def plan(self, key: Hashable, build: Callable[[], Plan]) -> Plan:
+        """What a backend derives from a step, made once for all layers that share `key`."""
+        if key not in self._plans:
+            self._plans[key] = build()
+        plan: Plan = self._plans[key]
+        return plan
+
+
+def draws(row: Row) -> bool:
+    """Whether a token is drawn after the row: its last token is the last that is known."""
+    return row.samples and row.start + row.count == len(row.tokens)
+
+
+class InputBuilder:
+    """Turns batches into StepInputs through buffers that are allocated once.
+
+    On a CPU the tensors of a StepInputs are views, valid until the next `build`; on a GPU they are copies.
+    """
+
+    def __init__(self, max_tokens: int, block_size: int, device: torch.device) -> None:
+        self.block_size = block_size
+        self.device = device
+        self._packed = np.zeros((4, max_tokens), np.int64)
+
+    def build(self, batch: Batch) -> StepInputs:
+        """Pack a batch of at least one row. ValueError for more tokens than `max_tokens`, or a table that is short."""
+        rows, size = batch.rows, self.block_size
+        starts = np.array([row.start for row in rows], np.int64)
+        counts = np.array([row.count for row in rows], np.int64)
+        contexts = starts + counts
+        row_starts = np.zeros(len(rows) + 1, np.int64)
+        np.cumsum(counts, out=row_starts[1:])
+        total = int(row_starts[-1])
+        if total > self._packed.shape[1]:
+            raise ValueError(f"a step of {total} tokens is larger than the {self._packed.shape[1]} of the runner")
+        needed = -(-contexts // size)
+        tables = np.zeros((len(rows), int(needed.max())), np.int64)
+        tokens: list[int] = []
+        for number, (row, blocks) in enumerate(zip(rows, needed.tolist(), strict=True)):
+            if len(row.blocks) < blocks:
+                raise ValueError(f"row {number} needs {blocks} blocks and its table has {len(row.blocks)}")
+            tables[number, :blocks] = row.blocks[:blocks]
+            if row.count == 1:
+                tokens.append(row.tokens[row.start])
+            else:
+                tokens += row.tokens[row.start : row.start + row.count]
+
+        packed = self._packed[:, :total]
+        packed[_TOKENS] = tokens
+        owner = np.repeat(np.arange(len(rows)), counts)
+        positions = np.arange(total) + (starts - row_starts[:-1])[owner]
+        packed[_POSITIONS] = positions
+        packed[_SLOTS] = tables[owner, positions // size] * size + positions % size
+        packed[_LENGTHS] = np.array([len(row.tokens) for row in rows], np.int64)[owner]
+        # A block is opened by the token at its first slot; only a row's last block can stay unfilled.
+        opens = (contexts % size != 0) & (starts <= contexts // size * size)
+        opened = tables[opens, contexts[opens] // size]
+        sampled = row_starts[1:][[draws(row) for row in rows]] - 1
+
+        inputs = StepInputs(self._move(packed), self._move(opened), self._move(sampled), size)
+        inputs.row_starts, inputs.starts, inputs.counts, inputs.contexts = row_starts, starts, counts, contexts
+        inputs.tables = tables
+        return inputs
+
+    def _move(self, array: Ints) -> Tensor:
+        return to_device(array, self.device)
+
+
+def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """A view on a CPU; on a GPU a copy through pinned memory of its own, so that no copy in flight is overwritten."""
+    tensor = torch.from_numpy(array)
+    if device.type == "cpu":
+        return tensor
+    return tensor.contiguous().pin_memory().to(device, non_blocking=True)

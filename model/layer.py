@@ -1,0 +1,160 @@
+"""One decoder layer: its weights, and how they are read, fused and converted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from model.config import ModelConfig
+from model.errors import ModelError
+from model.layers import NormStyle, RMSNorm
+from model.linear import Head, Linear, make_linear
+from model.precision import Precision
+
+
+class Weights(Protocol):
+    """Named tensors, read when asked for; `model.weights.WeightStore` is one. Names are those of the checkpoints."""
+
+    def names(self) -> set[str]: ...
+
+    def get(self, name: str) -> Tensor:
+        """The tensor in any float type. Raises ModelError where there is none."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer's weights. A norm that the arrangement does not have is None."""
+
+    qkv: Linear
+    output: Linear
+    gate_up: Linear
+    down: Linear
+    qk_norm: RMSNorm | None
+    q_norm: RMSNorm | None
+    k_norm: RMSNorm | None
+    before_attention: RMSNorm | None
+    after_attention: RMSNorm | None
+    before_mlp: RMSNorm | None
+    after_mlp: RMSNorm | None
+    window: int | None
+    rope: int | None
+    """Index of the layer's rotary table."""
+
+
+class LayerLoader:
+    """Builds the parts of a Decoder from named tensors. Holds no tensor but the one at hand."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, precision: Precision, device: torch.device) -> None:
+        self.config = config
+        self.weights = weights
+        self.precision = precision
+        self.device = device
+        self.names = weights.names()
+        self.style: NormStyle = "cast_then_scale" if config.norms == "pre" else "scale_then_cast"
+        self.bytes = 0
+
+    def ends(self) -> tuple[Tensor, Head]:
+        """The embedding table and the LM head, which are one tensor where the model ties them."""
+        config = self.config
+        table = self.tensor("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+        if table.dtype.itemsize > self.precision.weights.itemsize:
+            table = table.to(self.precision.weights)
+        tied = config.tie_word_embeddings or "lm_head.weight" not in self.names
+        weight = table if tied else self.tensor("lm_head.weight", config.vocab_size, config.hidden_size)
+        head = Head(weight, None, self.precision)
+        self.bytes += table.nbytes + head.nbytes
+        return table, head
+
+    def embedding_multiplier(self) -> float:
+        """Gemma rounds its multiplier to the type of the activations; in float32 that changes nothing."""
+        multiplier = self.config.embedding_multiplier
+        if self.config.norms != "sandwich":
+            return multiplier
+        return float(torch.tensor(multiplier, dtype=self.precision.compute))
+
+    def layer(self, number: int) -> Layer:
+        config, prefix = self.config, f"model.layers.{number}."
+        hidden, dim = config.hidden_size, config.head_dim
+        q, kv = config.num_heads * dim, config.num_kv_heads * dim
+        attention, mlp = prefix + "self_attn.", prefix + "mlp."
+        qkv = {"q_proj": q, "k_proj": kv, "v_proj": kv}
+        gate_up = {"gate_proj": config.intermediate_size, "up_proj": config.intermediate_size}
+        sliding = config.layer_types[number] == "sliding"
+        rope = 1 if sliding and config.local_rope is not None else 0
+        qk_norm = q_norm = k_norm = None
+        if config.qk_norm == "head":
+            qk_norm = self.head_norm(attention)
+        elif config.qk_norm == "full":
+            q_norm, k_norm = self.norm(attention + "q_norm.weight", q), self.norm(attention + "k_norm.weight", kv)
+        first, second, third, fourth = self._norms(prefix)
+        return Layer(
+            qkv=self.fused(attention, "qkv_proj", qkv, hidden, config.qkv_bias),
+            output=self.fused(attention, "o_proj", {"o_proj": hidden}, q, config.output_bias),
+            gate_up=self.fused(mlp, "gate_up_proj", gate_up, hidden, config.mlp_bias),
+            down=self.fused(mlp, "down_proj", {"down_proj": hidden}, config.intermediate_size, config.mlp_bias),
+            qk_norm=qk_norm,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            before_attention=first,
+            after_attention=second,
+            before_mlp=third,
+            after_mlp=fourth,
+            window=config.sliding_window if sliding else None,
+            rope=None if number in config.no_rope_layers else rope,
+        )
+
+    def _norms(self, prefix: str) -> tuple[RMSNorm | None, RMSNorm | None, RMSNorm | None, RMSNorm | None]:
+        def norm(name: str) -> RMSNorm:
+            return self.norm(f"{prefix}{name}.weight", self.config.hidden_size)
+
+        match self.config.norms:
+            case "pre":
+                return norm("input_layernorm"), None, norm("post_attention_layernorm"), None
+            case "post":
+                return None, norm("post_attention_layernorm"), None, norm("post_feedforward_layernorm")
+            case "sandwich":
+                return (
+                    norm("input_layernorm"),
+                    norm("post_attention_layernorm"),
+                    norm("pre_feedforward_layernorm"),
+                    norm("post_feedforward_layernorm"),
+                )
+
+    def fused(self, prefix: str, fused: str, parts: dict[str, int], inputs: int, bias: bool) -> Linear:
+        """One Linear of the parts (name → rows) stacked, or of the tensor that the checkpoint has fused already."""
+        if f"{prefix}{fused}.weight" in self.names:
+            parts = {fused: sum(parts.values())}
+        weights = [self.tensor(f"{prefix}{name}.weight", rows, inputs) for name, rows in parts.items()]
+        biases = [self.tensor(f"{prefix}{name}.bias", rows) for name, rows in parts.items()] if bias else []
+        weight = torch.cat(weights) if len(weights) > 1 else weights[0]
+        del weights
+        linear = make_linear(weight, torch.cat(biases) if biases else None, self.precision)
+        self.bytes += linear.nbytes
+        return linear
+
+    def norm(self, name: str, size: int) -> RMSNorm:
+        return self._rms(self.tensor(name, size))
+
+    def head_norm(self, prefix: str) -> RMSNorm:
+        """Norm of every query and key head at once: weight [heads + kv_heads, head_dim]."""
+        config = self.config
+        q, k = (self.tensor(f"{prefix}{name}_norm.weight", config.head_dim) for name in "qk")
+        return self._rms(torch.cat([q.expand(config.num_heads, -1), k.expand(config.num_kv_heads, -1)]))
+
+    def _rms(self, weight: Tensor) -> RMSNorm:
+        norm = RMSNorm(weight, self.config.norm_eps, self.config.norm_offset, self.style, self.precision.compute)
+        self.bytes += norm.nbytes
+        return norm
+
+    def tensor(self, name: str, *shape: int) -> Tensor:
+        """A tensor of the checkpoint on the model's device, in a type no wider than it will be used in."""
+        if name not in self.names:
+            raise ModelError(f"the model's files have no tensor {name}")
+        tensor = self.weights.get(name)
+        if tuple(tensor.shape) != shape:
+            raise ModelError(f"tensor {name} has the shape {tuple(tensor.shape)}; the configuration says {shape}")
+        return tensor.to(self.device)

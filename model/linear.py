@@ -1,0 +1,141 @@
+"""Matrix multiplications: the kinds there are, and which one a weight gets.
+
+| device | stored   | the CPU has it | kind                                                            |
+|--------|----------|----------------|-----------------------------------------------------------------|
+| cpu    | float32  | yes            | packed by oneDNN, original dropped                              |
+| cpu    | bfloat16 | AVX-512, AMX   | packed by oneDNN, original dropped                              |
+| cpu    | 16 bits  | no             | tiles widened to float32 for each call; no float32 copy is kept |
+| cuda   | any      |                | dense                                                           |
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from model.precision import Precision
+
+TILE_ELEMENTS = 1 << 20
+"""Size of a widened tile: 4 MiB of float32, which a core's share of the cache can hold."""
+PACK_ROWS = 64
+"""Rows of activations that packing is tuned for; such a weight serves every other number well."""
+
+
+class Linear(Protocol):
+    """y = x · Wᵀ + b for x [rows, in_features] → [rows, out_features], in the type of x."""
+
+    nbytes: int
+    """Bytes of memory the weight and bias take."""
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
+class DenseLinear:
+    """The plain kind: one contiguous weight [out_features, in_features]."""
+
+    __slots__ = ("bias", "nbytes", "weight")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight = weight
+        self.bias = bias
+        self.nbytes = weight.nbytes + (bias.nbytes if bias is not None else 0)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight, self.bias)
+
+
+class PackedLinear:
+    """Weight reordered once for oneDNN's kernels; at eight rows and more about half as fast again as the plain kind."""
+
+    __slots__ = ("bias", "nbytes", "weight")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACK_ROWS)
+        self.bias = bias
+        self.nbytes = weight.nbytes + (bias.nbytes if bias is not None else 0)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        return out
+
+    @staticmethod
+    def available() -> bool:
+        """Whether this build of torch has the operators."""
+        return hasattr(torch.ops.mkldnn, "_reorder_linear_weight") and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+class WideningLinear:
+    """16-bit weight, float32 arithmetic: tiles of rows are widened one after the other and thrown away."""
+
+    __slots__ = ("bias", "nbytes", "tile", "weight")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight = weight
+        self.bias = bias.float() if bias is not None else None
+        self.tile = max(64, TILE_ELEMENTS // weight.shape[1])
+        self.nbytes = weight.nbytes + (self.bias.nbytes if self.bias is not None else 0)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out = torch.empty(x.shape[0], self.weight.shape[0], dtype=torch.float32, device=x.device)
+        wide = x.float()
+        for begin in range(0, self.weight.shape[0], self.tile):
+            tile = self.weight[begin : begin + self.tile]
+            torch.mm(wide, tile.float().t(), out=out[:, begin : begin + self.tile])
+        if self.bias is not None:
+            out += self.bias
+        return out
+
+
+def make_linear(weight: Tensor, bias: Tensor | None, precision: Precision) -> Linear:
+    """The fastest kind for a weight [out_features, in_features] that lies on its device in any float type.
+
+    The caller must drop its own reference to the weight: packing makes a copy.
+    """
+    weight = weight.to(precision.weights).contiguous()
+    if weight.device.type != "cpu":
+        return DenseLinear(weight, bias.to(precision.compute) if bias is not None else None)
+    if precision.compute != precision.weights:
+        return WideningLinear(weight, bias)
+    bias = bias.to(precision.compute) if bias is not None else None
+    return PackedLinear(weight, bias) if PackedLinear.available() else DenseLinear(weight, bias)
+
+
+class Head:
+    """The LM head: logits [rows, vocab] in float32, accumulated in float32 whatever the weight's type.
+
+    16-bit logits would turn near-ties into ties and change greedy text.
+    """
+
+    __slots__ = ("linear", "nbytes")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, precision: Precision) -> None:
+        """`weight` [vocab, hidden] may be the embedding table: 16-bit tables are used where they lie."""
+        self.linear: Linear
+        if precision.weights == torch.float32:
+            self.linear = make_linear(weight, bias, precision)
+        elif weight.device.type == "cuda":
+            self.linear = _CudaHead(weight.to(precision.weights), bias)
+        else:
+            self.linear = WideningLinear(weight.to(precision.weights), bias)
+        self.nbytes = self.linear.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+class _CudaHead:
+    """16-bit operands, float32 out of the tensor cores' accumulators."""
+
+    __slots__ = ("bias", "nbytes", "weight")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight = weight
+        self.bias = bias.float() if bias is not None else None
+        self.nbytes = weight.nbytes + (self.bias.nbytes if self.bias is not None else 0)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out: Tensor = torch.mm(x, self.weight.t(), out_dtype=torch.float32)
+        return out if self.bias is None else out.add_(self.bias)
