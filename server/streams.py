@@ -1,55 +1,39 @@
-"""RequestStream: the text and stream state of one request, all its sequences."""
+"""RequestStream: what one client has got so far. The text and stream state of a request, of all its sequences.
+
+        EngineClient                 RequestStream                     route
+        feed, feed, …, wake  ──▶  Choice: text, stops, logprobs  ──▶  events() or collect()
+                      abort  ◀──  stop string found, reader gone
+
+Everything runs on the event loop's thread. A reader that is slow finds one merged event per sequence, so what waits for
+it is bounded by the length of the answer.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 
+import msgspec
+
 from model.params import Logprob
-from model.tokenizer import Tokenizer
-from scheduler.messages import Started, Submit
-from server.errors import RequestError
-from server.logprobs import TokenEntry
+from scheduler.messages import FinishReason, Started, Submit
+from server.choice import Choice, StreamOptions, TextEvent
+from server.detokenizer import Detokenizer, Vocabulary
+from server.errors import EngineError, RequestError
+from server.logprobs import TokenEntry, token_entry
+from server.stops import StopStrings
 
-
-@dataclass(slots=True, frozen=True)
-class TextEvent:
-    """What one sequence got since its last event: text, tokens, logprobs, and its end where it ended."""
-
-    index: int
-    text: str
-    token_ids: tuple[int, ...]
-    logprobs: tuple[TokenEntry, ...] | None
-    """None where none were asked for. Those of the event's text; `token_ids` may run ahead of held-back text."""
-    finish_reason: str | None
-    """stop or length; exactly one event per index has it, its last."""
-    stop_reason: str | int | None
-    """The stop string or the stop token id that ended the sequence; None for an end-of-sequence token."""
-
-
-@dataclass(slots=True, frozen=True)
-class StreamOptions:
-    """How a request's tokens become text."""
-
-    stop: tuple[str, ...] = ()
-    include_stop: bool = False
-    skip_special_tokens: bool = True
-    min_tokens: int = 0
-    """Stop strings count only where they end after so many tokens."""
-    echo: bool = False
-    """The first event of every sequence is the prompt's text (with its logprobs, where `params.prompt_logprobs`)."""
-    token_ids: bool = False
-    """Send events for tokens that bring no text yet."""
-    new_text: bool = False
-    """The output is a text of its own (chat), so that SentencePiece's leading space goes; else it continues the prompt."""
+__all__ = ["RequestStream", "SequenceResult", "StreamOptions", "TextEvent", "Timings", "Usage"]
 
 
 @dataclass(slots=True)
 class Usage:
     prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int
+    cached_tokens: int = 0
+    completion_tokens: int = 0
     """All generated tokens, the stop token included, over all sequences."""
 
 
@@ -66,85 +50,213 @@ class Timings:
 
 @dataclass(slots=True, frozen=True)
 class SequenceResult:
-    """A whole sequence, made of its events."""
+    """A whole sequence: its events, added up."""
 
     index: int
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenEntry, ...] | None
-    finish_reason: str
+    finish_reason: str | None
     stop_reason: str | int | None
 
 
 class RequestStream:
-    """Fed by EngineClient on the event loop's thread; read by one consumer."""
-
-    submit: Submit
-    usage: Usage
-    timings: Timings
-    tokens: list[list[int]]
-    """Per sequence, everything generated so far."""
-    prompt_values: list[Logprob] | None
-    """What the engine sent for prompt tokens 1, 2, …"""
+    """Fed by one EngineClient, read by one consumer."""
 
     def __init__(
         self,
         submit: Submit,
-        tokenizer: Tokenizer,
+        vocabulary: Vocabulary,
         options: StreamOptions,
         abort: Callable[[int, int | None], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`abort(id, index)` tells the engine to end a sequence, or with None the whole request."""
-        raise NotImplementedError
-
-    def started(self, started: Started) -> None:
-        """The engine admitted it."""
-
-    def prompt_logprobs(self, values: Sequence[Logprob]) -> None:
-        """Call it before the first `feed` of the same step."""
-
-    def feed(self, index: int, token: int, finish: int, logprob: Logprob | None) -> None:
-        """One row of a step (`token` -1: only an end). Ignored for sequences that already ended."""
-
-    def wake(self, now: float | None = None) -> None:
-        """Once per step, after its rows: wakes the reader. `now`: when the step ended."""
-
-    def fail(self, error: RequestError) -> None:
-        """The reader gets what is already there, then `error` is raised to it. Tells the engine nothing."""
-
-    def cancel(self) -> None:
-        """The reader is gone: abort the request, once, unless it already ended. Idempotent."""
-
-    def resubmit(self) -> Submit:
-        """What to send to a restarted engine. Then send Abort(id, index) for every index in `finished_indices`."""
-        raise NotImplementedError
+        self.submit = submit
+        self.usage = Usage(len(submit.prompt_ids))
+        self.timings = Timings(submit.arrival)
+        self.prompt_values: list[Logprob] | None = None
+        """What the engine sent for prompt tokens 1, 2, …"""
+        self.error: RequestError | None = None
+        self.cancelled = False
+        """The reader left before the end."""
+        self._vocabulary = vocabulary
+        self._options = options
+        self._abort = abort
+        self._clock = clock
+        self._scored = submit.params.logprobs is not None
+        self._echo_due = options.echo
+        stops = StopStrings(options.stop, options.include_stop)
+        self._choices = [Choice(index, vocabulary, options, stops, self._scored) for index in range(submit.n)]
+        self._running = submit.n
+        self._ready: set[int] = set()
+        self._unread_since: float | None = None
+        self._fed = False
+        self._event = asyncio.Event()
+        if options.echo and submit.params.prompt_logprobs is None:
+            self._echo()
 
     @property
-    def finished_indices(self) -> list[int]:
-        raise NotImplementedError
+    def tokens(self) -> list[list[int]]:
+        """Per sequence, everything generated so far."""
+        return [choice.tokens for choice in self._choices]
 
     @property
     def done(self) -> bool:
-        """Every sequence ended, or the request failed or was cancelled: nothing more is expected of the engine."""
-        raise NotImplementedError
+        """Nothing more is expected of the engine: every sequence ended, or the request failed or was cancelled."""
+        return not self._running or self.error is not None or self.cancelled
+
+    @property
+    def finished_indices(self) -> list[int]:
+        return [choice.index for choice in self._choices if choice.finish_reason is not None]
 
     @property
     def pending_chars(self) -> int:
         """Size of the text that waits for the reader."""
-        raise NotImplementedError
+        return sum(choice.pending_chars for choice in self._choices)
 
     def stalled_seconds(self) -> float:
         """How long the oldest unread event has been waiting; 0 where none waits."""
-        raise NotImplementedError
+        return 0.0 if self._unread_since is None else self._clock() - self._unread_since
 
-    def events(self) -> AsyncIterator[list[TextEvent]]:
+    def resubmit(self) -> Submit:
+        """What to send to a restarted engine; then send Abort(id, index) for every index in `finished_indices`."""
+        return msgspec.structs.replace(self.submit, generated=[list(tokens) for tokens in self.tokens])
+
+    def started(self, started: Started) -> None:
+        """The engine admitted it. Only the first time counts: after a restart everything is computed again."""
+        if self.timings.scheduled is None:
+            self.timings.scheduled = started.scheduled
+            self.usage.cached_tokens = started.cached_tokens
+
+    def prompt_logprobs(self, values: Sequence[Logprob]) -> None:
+        """Comes before the first `feed` of the same step."""
+        if self.prompt_values is None:
+            self.prompt_values = list(values)
+            self._echo()
+
+    def feed(
+        self, index: int, token: int, finish: int, logprob: Logprob | None = None, message: str | None = None
+    ) -> None:
+        """One row of a step (`token` -1: only an end). Ignored for a sequence that already ended.
+
+        `message`: why it ended with ERROR, in words for the client.
+        """
+        choice = self._choices[index]
+        if self.done or choice.finish_reason is not None:
+            return
+        if finish in (FinishReason.ERROR, FinishReason.ABORT):
+            self._end_all(EngineError(message or "The engine could not finish this request."))
+            return
+        self._echo()
+        if token >= 0:
+            self.usage.completion_tokens += 1
+            self._fed = True
+        choice.feed(token, finish, logprob)
+        if choice.finish_reason is not None:
+            self._running -= 1
+            if not finish:
+                self._abort(self.submit.id, index)
+        if choice.ready:
+            self._ready.add(index)
+
+    def wake(self, now: float | None = None) -> None:
+        """Once per step, after its rows: wakes the reader. `now`: when the step ended."""
+        now = self._clock() if now is None else now
+        if self._fed:
+            self._fed = False
+            self.timings.last_token = now
+            if self.timings.first_token is None:
+                self.timings.first_token = now
+        if self.done and self.timings.finished is None:
+            self.timings.finished = now
+        if self._ready and self._unread_since is None:
+            self._unread_since = self._clock()
+        if self._ready or self.done:
+            self._event.set()
+
+    def fail(self, error: RequestError) -> None:
+        """The reader gets what is already there, then `error` is raised to it. Tells the engine nothing."""
+        if not self.done:
+            self.error = error
+            self.wake()
+
+    def cancel(self) -> None:
+        """The reader is gone: aborts the request, once, unless it has ended. May be called again."""
+        if not self.done:
+            self.cancelled = True
+            self._abort(self.submit.id, None)
+            self.wake()
+
+    async def events(self) -> AsyncGenerator[list[TextEvent], None]:
         """Everything since the last time, at most one event per sequence. Raises what `fail` was given.
 
-        Leaving it before its end (break, cancellation, aclose) cancels the request; wrap it in contextlib.aclosing.
+        Leaving it before its end cancels the request; wrap it in `contextlib.aclosing`, so that leaving is noticed.
         """
-        raise NotImplementedError
+        try:
+            while True:
+                if self._ready:
+                    batch = [self._choices[index].take() for index in sorted(self._ready)]
+                    self._ready.clear()
+                    self._unread_since = None
+                    yield batch
+                elif self.error is not None:
+                    raise self.error
+                elif self.done:
+                    return
+                else:
+                    self._event.clear()
+                    await self._event.wait()
+        finally:
+            self.cancel()
 
     async def collect(self) -> list[SequenceResult]:
-        """Drain to the end: one result per sequence, in order of index. Raises and cancels as `events`."""
-        raise NotImplementedError
+        """The whole answer, one result per sequence in order of index; made of the same events, raises the same."""
+        parts: list[list[TextEvent]] = [[] for _ in self._choices]
+        async with aclosing(self.events()) as batches:
+            async for batch in batches:
+                for event in batch:
+                    parts[event.index].append(event)
+        return [self._result(events) for events in parts]
+
+    def _result(self, events: list[TextEvent]) -> SequenceResult:
+        last = events[-1]
+        return SequenceResult(
+            last.index,
+            "".join(event.text for event in events),
+            tuple(token for event in events for token in event.token_ids),
+            tuple(entry for event in events for entry in event.logprobs or ()) if self._scored else None,
+            last.finish_reason,
+            last.stop_reason,
+        )
+
+    def _end_all(self, error: RequestError) -> None:
+        """One sequence failed, so the request did; the engine still runs its other sequences."""
+        if self._running > 1:
+            self._abort(self.submit.id, None)
+        self.fail(error)
+
+    def _echo(self) -> None:
+        """Begin every sequence with the prompt. One detokenizer runs through it, and goes on in the sequences."""
+        if not self._echo_due:
+            return
+        self._echo_due = False
+        options, vocabulary = self._options, self._vocabulary
+        detokenizer = Detokenizer(vocabulary, options.skip_special_tokens)
+        values = iter(self.prompt_values or ())
+        pieces: list[str] = []
+        entries: list[TokenEntry] = []
+        offset = 0
+        for position, token in enumerate(self.submit.prompt_ids):
+            piece = detokenizer.push(token)
+            if self._scored:
+                value = next(values, None) if position else None
+                shown = not options.skip_special_tokens or not vocabulary.is_special(token)
+                entries.append(token_entry(vocabulary, token, piece, offset, value, shown))
+            pieces.append(piece)
+            offset += len(piece)
+        text = "".join(pieces)
+        for choice in self._choices:
+            choice.begin(text, entries, detokenizer.copy())
+            if choice.ready:
+                self._ready.add(choice.index)

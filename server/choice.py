@@ -1,0 +1,198 @@
+"""Choice: one sequence's tokens turned into text events, with stop strings and aligned logprobs."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from model.params import Logprob
+from scheduler.messages import FinishReason
+from server.detokenizer import Detokenizer, Vocabulary
+from server.logprobs import TokenEntry, token_entry
+from server.stops import StopMatcher, StopStrings
+
+
+@dataclass(slots=True, frozen=True)
+class TextEvent:
+    """What one sequence got since its last event: text, tokens, logprobs, and its end where it ended."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    """Generated tokens, the stop token included; they may run ahead of text that is held back."""
+    logprobs: tuple[TokenEntry, ...] | None
+    """None where none were asked for. A token comes with the event that carries the last of its text."""
+    finish_reason: str | None
+    """stop or length; exactly one event per index has it, its last."""
+    stop_reason: str | int | None
+    """The stop string or the stop token id that ended the sequence; None for an end-of-sequence token."""
+
+
+@dataclass(slots=True, frozen=True)
+class StreamOptions:
+    """How a request's tokens become text."""
+
+    stop: tuple[str, ...] = ()
+    include_stop: bool = False
+    """The stop string, or a stop token's text, belongs to the text."""
+    skip_special_tokens: bool = True
+    min_tokens: int = 0
+    """Stop strings count only where they end after so many tokens."""
+    echo: bool = False
+    """The text of every sequence begins with the prompt (and its logprobs, where `params.prompt_logprobs`)."""
+    token_ids: bool = False
+    """Send events for tokens that bring no text yet."""
+    new_text: bool = False
+    """The output is a text of its own (chat): SentencePiece's leading space goes. Else it continues the prompt."""
+
+
+class Choice:
+    """The text of one sequence. Positions are code points of the choice's text, echoed prompt included.
+
+    text of all tokens   T h e   e n d   E N
+    sent                 └───────────┘
+    entries wait for their last character: [" E", "N"]
+    """
+
+    __slots__ = (
+        "_detokenizer",
+        "_entries",
+        "_event_entries",
+        "_event_ids",
+        "_event_text",
+        "_length",
+        "_matcher",
+        "_options",
+        "_scored",
+        "_sent",
+        "_vocabulary",
+        "finish_reason",
+        "index",
+        "pending_chars",
+        "stop_reason",
+        "tokens",
+    )
+
+    def __init__(
+        self,
+        index: int,
+        vocabulary: Vocabulary,
+        options: StreamOptions,
+        stops: StopStrings,
+        scored: bool,
+    ) -> None:
+        """`scored`: events carry logprobs."""
+        self.index = index
+        self.tokens: list[int] = []
+        self.finish_reason: str | None = None
+        self.stop_reason: str | int | None = None
+        self.pending_chars = 0
+        self._vocabulary = vocabulary
+        self._options = options
+        self._detokenizer = Detokenizer(vocabulary, options.skip_special_tokens, options.new_text)
+        self._matcher = StopMatcher(stops) if stops.strings else None
+        self._scored = scored
+        self._entries: deque[TokenEntry] = deque()
+        self._length = 0
+        self._sent = 0
+        self._event_text: list[str] = []
+        self._event_ids: list[int] = []
+        self._event_entries: list[TokenEntry] = []
+
+    def begin(self, text: str, entries: Sequence[TokenEntry], detokenizer: Detokenizer) -> None:
+        """The echoed prompt, before any token. Stop strings are not looked for in it. `detokenizer` ran through it."""
+        self._detokenizer = detokenizer
+        self._length = len(text)
+        self._entries.extend(entries)
+        self._send(text)
+
+    def feed(self, token: int, finish: int, logprob: Logprob | None) -> None:
+        """A generated token, or -1, and whether it ended the sequence (STOP or LENGTH)."""
+        stopped = finish == FinishReason.STOP
+        if token >= 0:
+            self.tokens.append(token)
+            self._event_ids.append(token)
+            if not stopped or self._options.include_stop:
+                self._add(token, logprob)
+        if finish and self.finish_reason is None:
+            self._end(stopped)
+
+    def _add(self, token: int, logprob: Logprob | None) -> None:
+        text = self._detokenizer.push(token)
+        if self._scored:
+            shown = not self._options.skip_special_tokens or not self._vocabulary.is_special(token)
+            self._entries.append(token_entry(self._vocabulary, token, text, self._length, logprob, shown))
+        self._push(text)
+
+    def _push(self, text: str) -> None:
+        self._length += len(text)
+        if self._matcher is None:
+            self._send(text)
+            return
+        self._send(self._matcher.push(text, len(self.tokens) > self._options.min_tokens))
+        if self._matcher.matched is not None:
+            self._cut()
+            self.finish_reason, self.stop_reason = "stop", self._matcher.matched
+
+    def _end(self, stopped: bool) -> None:
+        tail = self._detokenizer.finish()
+        if tail:
+            if self._entries:
+                last = self._entries.pop()
+                self._entries.append(replace(last, text=last.text + tail))
+            self._push(tail)
+            if self.finish_reason is not None:
+                return
+        self.finish_reason = "stop" if stopped else "length"
+        if stopped and self.tokens and self.tokens[-1] not in self._vocabulary.eos_ids:
+            self.stop_reason = self.tokens[-1]
+        if self._matcher is not None:
+            self._send(self._matcher.flush())
+        self._event_entries.extend(self._entries)
+        self._entries.clear()
+
+    def _send(self, text: str) -> None:
+        if text:
+            self._event_text.append(text)
+            self.pending_chars += len(text)
+            self._sent += len(text)
+        entries = self._entries
+        while entries and entries[0].offset + len(entries[0].text) <= self._sent:
+            # Tokens of an incomplete character wait for it, the last also for the U+FFFD that an end would make of it.
+            if self._detokenizer.incomplete and (len(entries) == 1 or entries[0].offset == self._length):
+                break
+            self._event_entries.append(entries.popleft())
+
+    def _cut(self) -> None:
+        """A stop string ended the text: tokens behind its end go, the one across it keeps the part before it."""
+        for entry in self._entries:
+            if entry.offset < self._sent:
+                self._event_entries.append(replace(entry, text=entry.text[: self._sent - entry.offset]))
+        self._entries.clear()
+
+    @property
+    def ready(self) -> bool:
+        """Whether there is something for the reader."""
+        return bool(
+            self._event_text
+            or self._event_entries
+            or self.finish_reason is not None
+            or (self._event_ids and self._options.token_ids)
+        )
+
+    def take(self) -> TextEvent:
+        """Everything since the last time, as one event."""
+        event = TextEvent(
+            self.index,
+            "".join(self._event_text),
+            tuple(self._event_ids),
+            tuple(self._event_entries) if self._scored else None,
+            self.finish_reason,
+            self.stop_reason,
+        )
+        self._event_text.clear()
+        self._event_ids.clear()
+        self._event_entries.clear()
+        self.pending_chars = 0
+        return event

@@ -1,0 +1,72 @@
+"""Token ids to text, one token at a time, on bytes.
+
+A character may be spread over tokens; its bytes wait in the UTF-8 decoder until it is complete or can no longer become
+so. Whatever the cutting, the pieces add up to `bytes.decode("utf-8", "replace")` of all the tokens' bytes.
+"""
+
+from __future__ import annotations
+
+import codecs
+from typing import Protocol
+
+_Decoder = codecs.getincrementaldecoder("utf-8")
+
+
+class Vocabulary(Protocol):
+    """What text needs of a tokenizer (`model.tokenizer.Tokenizer` has it)."""
+
+    @property
+    def strips_leading_space(self) -> bool: ...
+
+    @property
+    def eos_ids(self) -> frozenset[int]: ...
+
+    def token_bytes(self, token_id: int) -> bytes: ...
+
+    def is_special(self, token_id: int) -> bool: ...
+
+
+class Detokenizer:
+    """One sequence's tokens as text."""
+
+    __slots__ = ("_decoder", "_skip_special", "_strip", "_vocabulary")
+
+    def __init__(self, vocabulary: Vocabulary, skip_special_tokens: bool = True, new_text: bool = True) -> None:
+        """`new_text`: nothing stands before these tokens, so that SentencePiece's leading space is no text."""
+        self._vocabulary = vocabulary
+        self._skip_special = skip_special_tokens
+        self._strip = new_text and vocabulary.strips_leading_space
+        self._decoder = _Decoder("replace")
+
+    def push(self, token_id: int) -> str:
+        """The text that this token completes, "" where there is none."""
+        if self._skip_special and self._vocabulary.is_special(token_id):
+            return ""
+        data = self._vocabulary.token_bytes(token_id)
+        if self._strip and data:
+            self._strip = False
+            if data[0] == 0x20:
+                data = data[1:]
+        return self._decoder.decode(data)
+
+    def finish(self) -> str:
+        """What is left at the end: one U+FFFD for an incomplete character, else ""."""
+        return self._decoder.decode(b"", True)
+
+    @property
+    def incomplete(self) -> bool:
+        """Whether bytes of a character are waiting for the rest of it."""
+        return bool(self._decoder.getstate()[0])
+
+    def copy(self) -> Detokenizer:
+        """One that goes on from here by itself."""
+        twin = Detokenizer(self._vocabulary, self._skip_special, new_text=False)
+        twin._strip = self._strip
+        twin._decoder.setstate(self._decoder.getstate())
+        return twin
+
+
+def decode(vocabulary: Vocabulary, token_ids: list[int], skip_special_tokens: bool = True) -> str:
+    """A whole text at once."""
+    detokenizer = Detokenizer(vocabulary, skip_special_tokens)
+    return "".join(map(detokenizer.push, token_ids)) + detokenizer.finish()
