@@ -21,15 +21,18 @@ from kvpool.storage import KVStorage
 from model.attention.base import Attention
 from model.config import ModelConfig
 from model.inputs import StepInputs
-from model.layer import Layer, LayerLoader, Weights
+from model.layer import Layer, LayerLoader
 from model.layers import Embedding, gated
 from model.precision import Precision
 from model.rope import RopeTable, rotate
+from model.weights import WeightStore
 
 
 class Model(Protocol):
     """What the runner needs of a model."""
 
+    config: ModelConfig
+    """Its layers, key heads and head size are those that the pool must have."""
     weight_bytes: int
     rope_switch: int | None
     """See `RopeTable.switch`."""
@@ -49,7 +52,7 @@ class Decoder:
     def __init__(
         self,
         config: ModelConfig,
-        weights: Weights,
+        weights: WeightStore,
         attention: Attention,
         precision: Precision,
         device: torch.device,
@@ -115,7 +118,7 @@ class Decoder:
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
         qkv = layer.qkv(x)
         if layer.q_norm and layer.k_norm:
-            q, k, v = qkv.split([heads * dim, kv_heads * dim, kv_heads * dim], dim=-1)
+            q, k, v = torch.tensor_split(qkv, (heads * dim, (heads + kv_heads) * dim), dim=-1)
             qk = torch.cat([layer.q_norm(q), layer.k_norm(k)], dim=-1).view(tokens, heads + kv_heads, dim)
             v = v.view(tokens, kv_heads, dim)
         else:
@@ -125,7 +128,7 @@ class Decoder:
             qk = layer.qk_norm(qk)
         if layer.rope is not None:
             qk = rotate(qk, *cos_sin[layer.rope])
-        storage.write(number, qk[:, heads:], v, inputs.slots)
+        storage.write_at(number, qk[:, heads:], v, inputs.blocks, inputs.offsets)
         attended = self.attention(
             qk[:, :heads],
             storage,

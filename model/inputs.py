@@ -23,7 +23,7 @@ from model.batch import Batch, Row
 Ints = npt.NDArray[np.int64]
 Plan = TypeVar("Plan")
 
-_TOKENS, _POSITIONS, _SLOTS, _LENGTHS = range(4)
+_TOKENS, _POSITIONS, _BLOCKS, _OFFSETS, _LENGTHS = range(5)
 
 
 class StepInputs:
@@ -32,15 +32,16 @@ class StepInputs:
     __slots__ = (
         "_plans",
         "block_size",
+        "blocks",
         "contexts",
         "counts",
         "device",
         "lengths",
+        "offsets",
         "opened",
         "positions",
         "row_starts",
         "sampled",
-        "slots",
         "starts",
         "tables",
         "token_ids",
@@ -51,7 +52,9 @@ class StepInputs:
         """[T]"""
         self.positions: Tensor = packed[_POSITIONS]
         """[T]"""
-        self.slots: Tensor = packed[_SLOTS]
+        self.blocks: Tensor = packed[_BLOCKS]
+        """[T]"""
+        self.offsets: Tensor = packed[_OFFSETS]
         """[T]"""
         self.lengths: Tensor = packed[_LENGTHS]
         """[T] known tokens of each token's sequence, computed or not."""
@@ -95,7 +98,7 @@ class InputBuilder:
     def __init__(self, max_tokens: int, block_size: int, device: torch.device) -> None:
         self.block_size = block_size
         self.device = device
-        self._packed = np.zeros((4, max_tokens), np.int64)
+        self._packed = np.zeros((5, max_tokens), np.int64)
 
     def build(self, batch: Batch) -> StepInputs:
         """Pack a batch of at least one row. ValueError for more tokens than `max_tokens`, or a table that is short."""
@@ -125,7 +128,8 @@ class InputBuilder:
         owner = np.repeat(np.arange(len(rows)), counts)
         positions = np.arange(total) + (starts - row_starts[:-1])[owner]
         packed[_POSITIONS] = positions
-        packed[_SLOTS] = tables[owner, positions // size] * size + positions % size
+        columns, packed[_OFFSETS] = np.divmod(positions, size)
+        packed[_BLOCKS] = tables[owner, columns]
         packed[_LENGTHS] = np.array([len(row.tokens) for row in rows], np.int64)[owner]
         # A block is opened by the token at its first slot; only a row's last block can stay unfilled.
         opens = (contexts % size != 0) & (starts <= contexts // size * size)

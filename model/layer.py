@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,16 +12,7 @@ from model.errors import ModelError
 from model.layers import NormStyle, RMSNorm
 from model.linear import Head, Linear, make_linear
 from model.precision import Precision
-
-
-class Weights(Protocol):
-    """Named tensors, read when asked for; `model.weights.WeightStore` is one. Names are those of the checkpoints."""
-
-    def names(self) -> set[str]: ...
-
-    def get(self, name: str) -> Tensor:
-        """The tensor in any float type. Raises ModelError where there is none."""
-        ...
+from model.weights import WeightStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +38,7 @@ class Layer:
 class LayerLoader:
     """Builds the parts of a Decoder from named tensors. Holds no tensor but the one at hand."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, precision: Precision, device: torch.device) -> None:
+    def __init__(self, config: ModelConfig, weights: WeightStore, precision: Precision, device: torch.device) -> None:
         self.config = config
         self.weights = weights
         self.precision = precision
@@ -63,6 +53,7 @@ class LayerLoader:
         table = self.tensor("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
         if table.dtype.itemsize > self.precision.weights.itemsize:
             table = table.to(self.precision.weights)
+        table = table.clone()  # a view of the file would keep all of it mapped
         tied = config.tie_word_embeddings or "lm_head.weight" not in self.names
         weight = table if tied else self.tensor("lm_head.weight", config.vocab_size, config.hidden_size)
         head = Head(weight, None, self.precision)
@@ -128,9 +119,12 @@ class LayerLoader:
         """One Linear of the parts (name → rows) stacked, or of the tensor that the checkpoint has fused already."""
         if f"{prefix}{fused}.weight" in self.names:
             parts = {fused: sum(parts.values())}
-        weights = [self.tensor(f"{prefix}{name}.weight", rows, inputs) for name, rows in parts.items()]
+        weights = [
+            self.tensor(f"{prefix}{name}.weight", rows, inputs, dtype=self.precision.weights)
+            for name, rows in parts.items()
+        ]
         biases = [self.tensor(f"{prefix}{name}.bias", rows) for name, rows in parts.items()] if bias else []
-        weight = torch.cat(weights) if len(weights) > 1 else weights[0]
+        weight = torch.cat(weights)  # copies a single one too: a view of the file would keep all of it mapped
         del weights
         linear = make_linear(weight, torch.cat(biases) if biases else None, self.precision)
         self.bytes += linear.nbytes
@@ -150,11 +144,9 @@ class LayerLoader:
         self.bytes += norm.nbytes
         return norm
 
-    def tensor(self, name: str, *shape: int) -> Tensor:
-        """A tensor of the checkpoint on the model's device, in a type no wider than it will be used in."""
-        if name not in self.names:
-            raise ModelError(f"the model's files have no tensor {name}")
-        tensor = self.weights.get(name)
+    def tensor(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """A tensor of the checkpoint on the model's device; `dtype` None: as it is stored."""
+        tensor = self.weights.get(name, dtype)
         if tuple(tensor.shape) != shape:
             raise ModelError(f"tensor {name} has the shape {tuple(tensor.shape)}; the configuration says {shape}")
         return tensor.to(self.device)

@@ -161,12 +161,8 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, group: Group, scale: fl
 def clean(storage: KVStorage, blocks: Tensor) -> None:
     """Zero `blocks` in every layer, before a step writes to them.
 
-    This backend multiplies hidden values by zero, so slots that nobody wrote must hold finite numbers: neither what
-    memory held before, nor what a request with broken numbers left behind.
+    This backend multiplies hidden values by zero, so slots that nobody wrote must hold finite numbers, not what a
+    request with broken numbers left behind.
     """
     if blocks.numel():
-        for layer in (*storage.k, *storage.v):
-            layer.index_fill_(0, blocks, 0)
-
-
-__all__ = ["Group", "Ints", "ReferenceAttention", "clean", "plan"]
+        storage.data.index_fill_(2, blocks, 0)
