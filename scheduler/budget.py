@@ -1,0 +1,72 @@
+"""The budget of one step, and the purse that prompts are paid from once the decoding rows are counted.
+
+On a CPU a step is bounded in seconds, on a GPU in tokens alone; the purse holds both, and what runs out first ends it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil, inf, sqrt
+
+from scheduler.cost import CostModel
+
+MAX_SLOWDOWN = 2.5
+"""A step with a prompt chunk takes at most so many times the step that only decodes: under 3, with room for error."""
+MIN_SLOWDOWN = 1.5
+"""A step that is longer than the target anyway still does so much prompt work, relative to itself."""
+
+
+class Purse:
+    """What a step may still spend on prompts: tokens, and seconds at a linear and a quadratic price."""
+
+    __slots__ = ("_pair", "_seconds", "_token", "min_chunk", "tokens")
+
+    def __init__(
+        self, tokens: int, min_chunk: int, seconds: float = inf, token_seconds: float = 0.0, pair_seconds: float = 0.0
+    ) -> None:
+        self.tokens = max(0, tokens)
+        self.min_chunk = min(min_chunk, self.tokens)
+        self._seconds = seconds
+        self._token = token_seconds
+        self._pair = pair_seconds
+
+    def afford(self, start: int, share: float = 1.0) -> int:
+        """How many tokens after `start` others can be had for this share of what is left.
+
+        n tokens cost token · n + pair · (start · n + n² / 2).
+        """
+        tokens = ceil(self.tokens * share)
+        if self._seconds == inf:
+            return tokens
+        seconds = max(0.0, self._seconds * share)
+        price = self._token + self._pair * start
+        return min(tokens, int(2 * seconds / (price + sqrt(price * price + 2 * self._pair * seconds))))
+
+    def spend(self, start: int, count: int) -> None:
+        self.tokens -= count
+        self._seconds -= self._token * count + self._pair * count * (start + count / 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Of one step."""
+
+    tokens: int
+    min_chunk: int = 8
+    min_chunk_beside_decodes: int = 4
+    target: float = inf
+    """Seconds; needs `cost`."""
+    cost: CostModel | None = None
+
+    def purse(self, rows: int, context: int) -> Purse:
+        """What is left for prompts beside `rows` decoding rows that read `context` tokens."""
+        tokens = self.tokens - rows
+        min_chunk = self.min_chunk_beside_decodes if rows else self.min_chunk
+        cost = self.cost
+        if cost is None:
+            return Purse(tokens, min_chunk)
+        alone = cost.decode_seconds(rows, context)
+        allowed = max(self.target, MIN_SLOWDOWN * alone)
+        if rows:
+            allowed = min(allowed, MAX_SLOWDOWN * alone)
+        return Purse(tokens, min_chunk, allowed - alone, cost.token_seconds, cost.pair_seconds)

@@ -1,0 +1,379 @@
+"""Engine.step(): apply messages, plan, execute, collect, finish. No IO, no clock and no globals of its own.
+
+step n   apply ─ plan ─ launch ─ ─ ─ ─ collect ─ report         depth 0: a step is collected before it returns
+                               device
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+from kvpool.pool import KVPool
+from model.batch import BAD_LOGITS, Batch, Executor, Pending, Row
+from scheduler import invariants, isolation
+from scheduler.budget import Budget
+from scheduler.cost import CostModel
+from scheduler.limits import Limits
+from scheduler.messages import Abort, EngineStats, FinishReason, Logprob, PromptLogprobs, Started, StepOutput, Submit
+from scheduler.policy import Plan, SchedulerState, plan
+from scheduler.refusal import refusal
+from scheduler.report import Report
+from scheduler.sequence import Phase, Request, Sequence
+
+Message = Submit | Abort
+
+MAX_FAILED_STEPS = 8
+"""After so many steps in a row without one good row the runner is taken for broken, and step() raises."""
+
+
+@dataclass(slots=True)
+class _Counters:
+    """They never fall."""
+
+    preemptions: int = 0
+    prefix_queried_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    computed_tokens: int = 0
+    steps: int = 0
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A step that was launched and not yet collected."""
+
+    plan: Plan
+    batch: Batch
+    pending: Pending
+    launched: float
+
+
+class Engine:
+    """One model, one pool, many requests. Not thread-safe; one thread calls step()."""
+
+    def __init__(
+        self,
+        pool: KVPool,
+        executor: Executor,
+        limits: Limits,
+        clock: Callable[[], float],
+        cost: CostModel | None = None,
+    ) -> None:
+        """`clock` gives monotonic seconds. `cost` is used only where `limits` has a target_step_time."""
+        self._state = SchedulerState(pool, limits)
+        self._executor = executor
+        self._clock = clock
+        self._capacity = min(limits.max_model_len, pool.num_usable * pool.block_size)
+        self._requests: dict[int, Request] = {}
+        self._unborn = 0
+        self._gone = 0
+        """Sequences in the running list that have ended; they leave it before the next plan."""
+        self._chunked: list[Sequence] = []
+        self._counters = _Counters()
+        self._failed_steps = 0
+        self._report = Report()
+        self._last = (0.0, 0, 0)
+        """Seconds, tokens and rows of the last step."""
+        if limits.target_step_time is None:
+            self._cost = None
+            self._budget = Budget(limits.max_num_batched_tokens, limits.min_chunk, limits.min_chunk_beside_decodes)
+        else:
+            self._cost = cost or CostModel()
+            self._budget = Budget(
+                limits.max_num_batched_tokens,
+                limits.min_chunk,
+                limits.min_chunk_beside_decodes,
+                limits.target_step_time,
+                self._cost,
+            )
+
+    @property
+    def has_work(self) -> bool:
+        """Whether step() would compute anything. Where it would not, wait for a message."""
+        return bool(self._state.running or self._state.waiting)
+
+    def step(self, inbox: Items[Message] = ()) -> StepOutput:
+        """Apply the messages and compute one step, if anybody has work.
+
+        A row that fails ends alone. Raises only where the runner fails whatever it is given.
+        """
+        self._report = Report()
+        for message in inbox:
+            if isinstance(message, Submit):
+                self._submit(message)
+            else:
+                self._abort(message)
+        self._sweep()
+        if self.has_work:
+            step = self._plan()
+            if step.counts:
+                self._collect(self._launch(step))
+                self._sweep()
+        return self._report.output(self._stats(), self._clock())
+
+    def check(self) -> None:
+        """Raise where an invariant is broken (`scheduler.invariants`)."""
+        invariants.check(self._state, self._requests.values())
+
+    # ---- messages ----
+
+    def _submit(self, submit: Submit) -> None:
+        pool = self._state.pool
+        if submit.id in self._requests:
+            return  # Ids are never reused; a second one is a resubmission that crossed its first.
+        refused = refusal(submit, self._state.limits.max_model_len, pool.num_usable, pool.block_size)
+        if refused is not None:
+            for index in range(max(1, submit.n)):
+                self._report.end(submit.id, index, FinishReason.ERROR, refused)
+            return
+        request = Request(submit, self._capacity)
+        self._requests[request.id] = request
+        self._unborn += len(request.unborn)
+        self._state.closed = False
+        for sequence in request.sequences:
+            if sequence.phase is Phase.WAITING:
+                self._state.waiting.add(sequence)
+                finish = self._finish(sequence) if sequence.generated > 0 else FinishReason.RUNNING
+                if finish is not FinishReason.RUNNING:  # It had ended before it was resumed.
+                    self._report.end(request.id, sequence.index, finish)
+                    self._release(sequence)
+
+    def _abort(self, abort: Abort) -> None:
+        request = self._requests.get(abort.id)
+        if request is None:
+            return
+        # The unborn first, so that nobody is made leader only to end next.
+        for sequence in request.sequences[::-1]:
+            if sequence.phase is not Phase.FINISHED and abort.index in (None, sequence.index):
+                self._report.end(request.id, sequence.index, FinishReason.ABORT)
+                self._release(sequence)
+
+    # ---- plan → launch → collect ----
+
+    def _plan(self) -> Plan:
+        """A plan that can be executed as it is; makes room for it first."""
+        state = self._state
+        now = self._clock()
+        while True:
+            step = plan(state, self._budget, now)
+            if step.victim is None:
+                break
+            self._preempt(step.victim)
+        state.closed = step.closed or (state.closed and bool(state.running))
+        if step.passed is not None:
+            step.passed.bypasses += len(step.admitted)
+        if step.crowded:
+            state.running.sort(key=step.counts.__contains__)
+        return step
+
+    def _launch(self, step: Plan) -> _Flight:
+        pool = self._state.pool
+        # Adopt before anything is extended: what was matched may lie in the free list.
+        for sequence, hit in step.admitted.items():
+            self._state.waiting.remove(sequence)
+            self._state.running.append(sequence)
+            sequence.phase = Phase.RUNNING
+            sequence.table = pool.adopt(hit)
+            sequence.num_computed = hit.tokens
+            sequence.shared = len(hit.blocks) - hit.free
+            sequence.preempted = False
+            request = sequence.request
+            if not request.started:
+                request.started = True
+                cached = min(hit.tokens, request.prompt_len)
+                self._counters.prefix_queried_tokens += request.prompt_len
+                self._counters.prefix_hit_tokens += cached
+                self._report.started.append(Started(request.id, step.now, cached))
+        for sequence in self._chunked:
+            sequence.chunked = False
+        self._chunked.clear()
+        rows: list[Row] = []
+        for sequence, count in step.counts.items():
+            start = sequence.num_computed
+            end = start + count
+            if not pool.extend(sequence.table, end, start):
+                raise RuntimeError(f"the plan promised blocks that the pool does not have: {pool.usage()}")
+            if count > 1:
+                sequence.chunked = True
+                self._chunked.append(sequence)
+            tokens = sequence.tokens
+            params = sequence.request.params
+            samples = end == len(tokens) and params.max_tokens > 0
+            rows.append(
+                Row(tokens, sequence.prompt_len, start, count, sequence.table.blocks, params, sequence.index, samples)
+            )
+        batch = Batch(rows, pool.take_copies())
+        launched = self._clock()
+        return _Flight(step, batch, isolation.launch(self._executor, batch), launched)
+
+    def _collect(self, flight: _Flight) -> None:
+        outcome = isolation.collect(self._executor, flight.batch, flight.pending)
+        seconds = self._clock() - flight.launched
+        counters = self._counters
+        counters.steps += 1
+        rows = flight.batch.rows
+        self._last = (seconds, flight.plan.work.rows + flight.plan.work.prefill, len(rows))
+        failures = outcome.failures
+        if failures:
+            self._failed_steps = self._failed_steps + 1 if len(failures) == len(rows) else 0
+            if self._failed_steps == MAX_FAILED_STEPS:
+                raise RuntimeError(f"{MAX_FAILED_STEPS} steps in a row failed") from failures[0]
+        else:
+            self._failed_steps = 0
+            if self._cost is not None:
+                self._cost.observe(flight.plan.work, seconds)
+        result = outcome.result
+        size = self._state.pool.block_size
+        for number, (sequence, count) in enumerate(flight.plan.counts.items()):
+            if number in failures:
+                error = failures[number]
+                first_line = (str(error).splitlines() or [""])[0]
+                self._fail(sequence, f"the engine could not compute this request: {type(error).__name__}: {first_line}")
+                continue
+            token = result.tokens[number]
+            if token == BAD_LOGITS:
+                self._fail(sequence, "the model's logits for this request are not finite")
+                continue
+            start = sequence.num_computed
+            sequence.num_computed = end = start + count
+            if count > 1 or start < sequence.prompt_len:
+                counters.computed_tokens += count
+            request = sequence.request
+            if end // size > start // size:
+                self._state.pool.commit(sequence.table, sequence.tokens, end, request.salt)
+            if request.prompt_values is not None:
+                self._collect_prompt(request, start, end, result.prompt_logprobs[number])
+            if rows[number].samples:
+                self._append(sequence, token, result.logprobs[number])
+            elif end == len(sequence.tokens):  # Nothing is to be generated, by anyone.
+                for other in request.sequences[::-1]:
+                    if other.phase is not Phase.FINISHED:
+                        self._report.end(request.id, other.index, FinishReason.LENGTH)
+                        self._release(other)
+
+    def _collect_prompt(self, request: Request, start: int, end: int, values: list[Logprob] | None) -> None:
+        """Keep what is new: after a preemption positions are computed again. Send once complete."""
+        kept = request.prompt_values
+        assert kept is not None
+        if values is not None:
+            kept += values[len(kept) - start :] if len(kept) > start else values
+        if end >= request.prompt_len:
+            self._report.prompt_logprobs.append(PromptLogprobs(request.id, kept))
+            request.prompt_is_sent()
+
+    def _append(self, sequence: Sequence, token: int, logprob: Logprob | None) -> None:
+        request = sequence.request
+        if request.unborn:
+            self._fork(sequence)
+        sequence.tokens.append(token)
+        finish = self._finish(sequence)
+        self._report.token(sequence, token, int(finish), logprob)
+        if finish is not FinishReason.RUNNING:
+            self._release(sequence)
+
+    def _finish(self, sequence: Sequence) -> FinishReason:
+        """Whether the last token ends it."""
+        params = sequence.request.params
+        if sequence.tokens[-1] in params.stop_token_ids and sequence.generated > params.min_tokens:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(sequence.tokens) >= sequence.limit else FinishReason.RUNNING
+
+    # ---- changes of phase ----
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Release and recompute: back to the head of its queue. What it computed stays findable for a while."""
+        self._state.running.remove(sequence)
+        self._state.pool.release(sequence.table)
+        sequence.num_computed = 0
+        sequence.shared = 0
+        sequence.preempted = True
+        sequence.preemptions += 1
+        sequence.phase = Phase.WAITING
+        self._state.waiting.add(sequence)
+        self._state.closed = True
+        self._counters.preemptions += 1
+
+    def _fork(self, leader: Sequence) -> None:
+        """The prompt is computed: its siblings begin, each by computing the prompt's last position in a block of its
+        own and drawing from its own random stream. Whoever finds no seat waits, and begins with prefix hits."""
+        state = self._state
+        request = leader.request
+        self._unborn -= len(request.unborn)
+        for sequence in request.unborn:
+            sequence.hashes = leader.hashes.copy()
+            if len(state.running) - self._gone < state.limits.max_num_seqs:
+                sequence.table = state.pool.fork(leader.table)
+                sequence.shared = len(sequence.table.blocks) - 1
+                sequence.num_computed = sequence.prompt_len - 1
+                sequence.phase = Phase.RUNNING
+                state.running.append(sequence)
+            else:
+                sequence.phase = Phase.WAITING
+                state.waiting.add(sequence)
+        request.unborn = []
+
+    def _fail(self, sequence: Sequence, message: str) -> None:
+        """End a sequence with an error, and with it those that wait for its prompt: theirs is the same."""
+        request = sequence.request
+        for other in [*request.unborn[::-1], sequence]:
+            self._report.end(request.id, other.index, FinishReason.ERROR, message)
+            self._release(other)
+
+    def _release(self, sequence: Sequence) -> None:
+        """The one way out: whatever ended a sequence, its place and its blocks are given up here."""
+        state = self._state
+        request = sequence.request
+        if sequence.phase is Phase.RUNNING:
+            state.pool.release(sequence.table)
+            self._gone += 1
+        elif sequence.phase is Phase.WAITING:
+            state.waiting.remove(sequence)
+        else:
+            request.unborn.remove(sequence)
+            self._unborn -= 1
+        sequence.num_computed = 0
+        leads = sequence.phase is not Phase.UNBORN and bool(request.unborn)
+        sequence.phase = Phase.FINISHED
+        state.closed = False
+        if sequence.generated > 0:
+            state.lengths.observe(sequence.generated)
+        if leads:
+            heir = request.unborn.pop(0)
+            self._unborn -= 1
+            heir.phase = Phase.WAITING
+            state.waiting.add(heir)
+        request.alive -= 1
+        if request.alive == 0:
+            del self._requests[request.id]
+
+    def _sweep(self) -> None:
+        """Drop from the running list who has ended."""
+        if self._gone:
+            running = self._state.running
+            running[:] = [s for s in running if s.phase is Phase.RUNNING]
+            self._gone = 0
+
+    def _stats(self) -> EngineStats:
+        state = self._state
+        usage = state.pool.usage()
+        counters = self._counters
+        seconds, tokens, rows = self._last
+        return EngineStats(
+            running=len(state.running),
+            waiting=len(state.waiting) + self._unborn,
+            waiting_tokens=state.waiting.tokens,
+            blocks_total=usage.total,
+            blocks_free=usage.free,
+            blocks_cached=usage.cached,
+            blocks_active=usage.active,
+            tokens_active=state.pool.tokens_held((s.table, s.num_computed) for s in state.running),
+            preemptions=counters.preemptions,
+            prefix_queried_tokens=counters.prefix_queried_tokens,
+            prefix_hit_tokens=counters.prefix_hit_tokens,
+            computed_tokens=counters.computed_tokens,
+            steps=counters.steps,
+            step_seconds=seconds,
+            step_tokens=tokens,
+            step_rows=rows,
+        )

@@ -1,0 +1,60 @@
+"""What is true of the scheduler between two steps. Tests call it after every one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from scheduler.policy import SchedulerState
+from scheduler.sequence import Phase, Request, Sequence
+
+
+class StateCorrupt(AssertionError):
+    """An invariant of the scheduler does not hold: a bug, never a user's fault."""
+
+
+def check(state: SchedulerState, requests: Iterable[Request]) -> None:
+    """Raise StateCorrupt or PoolCorrupt where an invariant is broken. O(everything).
+
+    The pool's own (`KVPool.check`) over the tables of the running sequences and no others; every living sequence is in
+    exactly one place, the one its phase names; num_computed ≤ capacity of the table, and at least one token is left to
+    compute; who does not run holds no block.
+    """
+    places = {Phase.RUNNING: list(state.running), Phase.WAITING: list(state.waiting), Phase.UNBORN: list[Sequence]()}
+    size = state.pool.block_size
+    living = 0
+    for request in requests:
+        places[Phase.UNBORN] += request.unborn
+        alive = [s for s in request.sequences if s.phase is not Phase.FINISHED]
+        living += len(alive)
+        _require(
+            len(alive) == request.alive > 0, f"request {request.id} counts {request.alive} alive, not {len(alive)}"
+        )
+        leads = any(s.phase is not Phase.UNBORN for s in alive)
+        _require(leads, f"request {request.id}: nobody computes its prompt")
+        for sequence in alive:
+            _require(
+                sequence in places[sequence.phase], f"sequence {sequence.rank} is not where {sequence.phase!r} says"
+            )
+    found = sum(map(len, places.values()))
+    _require(found == living, f"{found} places for {living} sequences")
+    places_once = {id(s) for members in places.values() for s in members}
+    _require(len(places_once) == found, "a sequence is in two places")
+    _require(len(state.running) <= state.limits.max_num_seqs, f"{len(state.running)} sequences run")
+    _require(sum(len(s.tokens) for s in state.waiting) == state.waiting.tokens, "tokens of the queue are miscounted")
+    order = [s.place for s in state.waiting]
+    _require(order == sorted(order), "the waiting queue is out of order")
+    for phase, members in places.items():
+        for sequence in members:
+            held = len(sequence.table.blocks)
+            computed = sequence.num_computed
+            if phase is Phase.RUNNING:
+                _require(computed <= held * size, f"{sequence.rank}: {computed} tokens computed, {held} blocks")
+                _require(computed < len(sequence.tokens) <= sequence.limit, f"{sequence.rank}: nothing left to do")
+            else:
+                _require(held == 0 == computed, f"{sequence.rank} holds {held} blocks and does not run")
+    state.pool.check(s.table for s in state.running)
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise StateCorrupt(message)

@@ -1,0 +1,260 @@
+"""plan(): who runs in the next step, with how many tokens, and who must make room. Pure: it reads and changes nothing.
+
+1  decodes            one token for every running sequence that lacks just one
+2  prompts            the oldest unfinished one gets half of what is left, or all of it where it is alone;
+   running chunks     the others share the rest, shortest first, so that neither a long prompt blocks short
+   and admissions     ones nor short ones starve a long one; what they leave goes back to the oldest
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+
+from kvpool.pool import KVPool, PrefixHit
+from scheduler.budget import Budget, Purse
+from scheduler.cost import Work
+from scheduler.estimate import OutputLengths, Peak
+from scheduler.limits import Limits
+from scheduler.sequence import Sequence
+from scheduler.waiting import WaitingQueue
+
+WINDOW = 64
+"""Waiting sequences among which the shortest are looked for."""
+MAX_TRIED = 32
+"""Of those, how many one plan looks at."""
+
+
+@dataclass(slots=True)
+class SchedulerState:
+    """Everything plan() looks at. The engine owns and changes it."""
+
+    pool: KVPool
+    limits: Limits
+    running: list[Sequence] = field(default_factory=list)
+    waiting: WaitingQueue = field(default_factory=WaitingQueue)
+    lengths: OutputLengths = field(default_factory=OutputLengths)
+    closed: bool = False
+    """The pool has no room for anybody who waits, and nothing has ended or arrived since that was found."""
+
+
+@dataclass(slots=True)
+class Plan:
+    """One step, or the one sequence that must be preempted before a step can be planned."""
+
+    now: float
+    counts: dict[Sequence, int] = field(default_factory=dict)
+    """Tokens of each sequence of the step, decodes first."""
+    admitted: dict[Sequence, PrefixHit] = field(default_factory=dict)
+    """Those of `counts` that waited, and the cached prefix each begins with."""
+    work: Work = field(default_factory=Work)
+    victim: Sequence | None = None
+    """Set: preempt it and plan again; the rest is void."""
+    crowded: bool = False
+    """Some decodes found no place in the token budget: they are first next time."""
+    closed: bool = False
+    """Nobody who waits fits the pool."""
+    passed: Sequence | None = None
+    """The head of the queue, where others were admitted past it."""
+
+
+@dataclass(slots=True)
+class _Prompt:
+    """A sequence that lacks more than one token, running or waiting."""
+
+    sequence: Sequence
+    start: int
+    pending: int
+    hit: PrefixHit | None = None
+    count: int = 0
+
+
+def plan(state: SchedulerState, budget: Budget, now: float) -> Plan:
+    """The next step. `now`: when it begins; whoever is admitted counts as scheduled then.
+
+    Admits nobody while the pool is short, and takes the blocks of nobody while there is another way.
+    """
+    step = Plan(now)
+    counts = step.counts
+    prompts: list[_Prompt] = []
+    pool = state.pool
+    size = pool.block_size
+    free = pool.num_free
+    context = 0
+    most = _most_decodes(state, budget)
+    for sequence in state.running:
+        start = sequence.num_computed
+        pending = len(sequence.tokens) - start
+        if pending > 1:
+            prompts.append(_Prompt(sequence, start, pending))
+            continue
+        if len(counts) == most:
+            step.crowded = True
+            continue
+        if sequence.request.forks:
+            need = pool.blocks_needed(sequence.table, start + 1, start)
+        else:
+            need = 0 if start < len(sequence.table.blocks) * size else 1
+        if need > free:
+            return Plan(now, victim=_victim(state))
+        free -= need
+        counts[sequence] = 1
+        context += start
+    step.work = Work(len(counts), context)
+    purse = budget.purse(len(counts), context)
+    if purse.tokens > 0:
+        if state.waiting and not (state.closed and state.running):
+            prompts += _candidates(state, step, prompts, purse.tokens)
+        if prompts:
+            _share(prompts, purse)
+            victim = _place(state, step, prompts, free)
+            if victim is not None:
+                return Plan(now, victim=victim)
+    return step
+
+
+def _most_decodes(state: SchedulerState, budget: Budget) -> int:
+    """How many decodes the budget holds, with a chunk for prompts where there is one."""
+    if len(state.running) <= budget.tokens - budget.min_chunk_beside_decodes:
+        return len(state.running)
+    chunking = any(len(s.tokens) - s.num_computed > 1 for s in state.running)
+    return max(1, budget.tokens - budget.min_chunk_beside_decodes) if chunking else budget.tokens
+
+
+def _victim(state: SchedulerState) -> Sequence:
+    """The youngest of the lowest priority, unprotected ones first."""
+    bound = state.limits.max_preemptions
+    return max(state.running, key=lambda s: (s.preemptions < bound, s.rank))
+
+
+# ---- admission ----
+
+
+def _candidates(state: SchedulerState, step: Plan, running: Items[_Prompt], tokens: int) -> list[_Prompt]:
+    """Waiting sequences that may begin now: they have a seat, and the predicted peak fits the pool."""
+    seats = state.limits.max_num_seqs - len(state.running)
+    if seats <= 0:
+        return []
+    pool = state.pool
+    limits = state.limits
+    capacity = pool.num_usable - int(limits.watermark * pool.num_usable)
+    peak = Peak(pool, state.running, state.lengths, capacity)
+    coming = [_next_block(p, pool.block_size) for p in running if p.sequence.chunked]
+    tried = _order(state.waiting)
+    head = tried[0]
+    found: list[_Prompt] = []
+    wanted = unfit = deferred = 0
+    for sequence in tried[:MAX_TRIED]:
+        salt = sequence.request.salt
+        hit = PrefixHit()
+        if sequence.request.prompt_values is None:
+            hashes = pool.hashes(sequence.tokens, salt, sequence.hashes)
+            if _comes(sequence, coming, pool.block_size):
+                deferred += 1
+                continue
+            hit = pool.match(sequence.tokens, salt, hashes)
+        begins = _Prompt(sequence, hit.tokens, len(sequence.tokens) - hit.tokens, hit)
+        if not peak.admit(sequence, len(hit.blocks) - hit.free):
+            if not state.running and not found:
+                # Alone it fits, else it had been refused; what it really needs will show.
+                return [begins]
+            unfit += 1
+            if sequence is head and (head.preempted or head.bypasses >= limits.max_bypasses):
+                break
+            if unfit == limits.look_ahead:
+                break
+            continue
+        wanted += begins.pending if found else 0
+        found.append(begins)
+        if len(found) == min(seats, limits.look_ahead) or wanted >= tokens:
+            break
+    if found and found[0].sequence is not head:
+        step.passed = head
+    step.closed = unfit > 0 and not found and not deferred
+    return found
+
+
+def _order(waiting: WaitingQueue) -> list[Sequence]:
+    """Whom to try: the preempted alone where one is the head; else the head, then the shortest of a window."""
+    window = waiting.first(WINDOW)
+    head = window[0]
+    if head.preempted:
+        return [s for s in window if s.preempted and s.rank[0] == head.rank[0]]
+    rest = [s for s in window[1:] if not s.preempted]
+    rest.sort(key=lambda s: (s.rank[0], len(s.tokens)))
+    return [head, *rest]
+
+
+def _next_block(prompt: _Prompt, size: int) -> tuple[Sequence, int]:
+    """The first block of its prefix that the prompt has still to compute."""
+    return prompt.sequence, prompt.start // size
+
+
+def _comes(sequence: Sequence, coming: list[tuple[Sequence, int]], size: int) -> bool:
+    """Whether another prompt is about to compute a block of this one's prefix: waiting for it is cheaper than computing
+    it twice. `coming` must hold only prompts that advance in every step, else one might wait for ever."""
+    most = min(len(sequence.hashes), (len(sequence.tokens) - 1) // size)
+    return any(at < most and at < len(other.hashes) and other.hashes[at] == sequence.hashes[at] for other, at in coming)
+
+
+# ---- the prompts' share ----
+
+
+def _share(prompts: list[_Prompt], purse: Purse) -> None:
+    """Set `count` of each prompt, and bring them into the order in which they are served.
+
+    The oldest is one that runs, where one does: those that wait may yet find no block.
+    """
+    oldest = min(prompts, key=lambda p: (p.hit is not None, p.sequence.rank))
+    others = [p for p in prompts if p is not oldest]
+    others.sort(key=lambda p: (p.sequence.rank[0], p.pending, p.sequence.rank))
+    oldest.count = min(oldest.pending, max(purse.afford(oldest.start, 0.5 if others else 1.0), purse.min_chunk))
+    purse.spend(oldest.start, oldest.count)
+    for prompt in others:
+        count = min(prompt.pending, purse.afford(prompt.start))
+        if count <= 0:
+            break
+        if count == prompt.pending or count >= purse.min_chunk:
+            prompt.count = count
+            purse.spend(prompt.start, count)
+    if others:
+        more = min(oldest.pending - oldest.count, purse.afford(oldest.start + oldest.count))
+        if more > 0:
+            purse.spend(oldest.start + oldest.count, more)
+            oldest.count += more
+    prompts[:] = [oldest, *others]
+
+
+def _place(state: SchedulerState, step: Plan, prompts: list[_Prompt], free: int) -> Sequence | None:
+    """Give the prompts their blocks, the running ones first; the victim where those find none."""
+    pool = state.pool
+    size = pool.block_size
+    placed: list[_Prompt] = []
+    for prompt in prompts:
+        if prompt.count and prompt.hit is None:
+            need = pool.blocks_needed(prompt.sequence.table, prompt.start + prompt.count, prompt.start)
+            if need > free:
+                return _victim(state)
+            free -= need
+            placed.append(prompt)
+    coming: list[tuple[Sequence, int]] = []
+    watermark = int(state.limits.watermark * pool.num_usable)
+    for prompt in prompts:
+        hit = prompt.hit
+        if not prompt.count or hit is None or _comes(prompt.sequence, coming, size):
+            continue
+        need = hit.free - len(hit.blocks) - (-(prompt.start + prompt.count) // size)
+        if need > (free - watermark if state.running or placed else free):
+            continue
+        free -= need
+        placed.append(prompt)
+        step.admitted[prompt.sequence] = hit
+        if prompt.sequence.request.prompt_values is None:
+            coming.append(_next_block(prompt, size))
+    prefill, product = 0, 0.0
+    for prompt in placed:
+        step.counts[prompt.sequence] = prompt.count
+        prefill += prompt.count
+        product += prompt.count * (prompt.start + prompt.count / 2)
+    step.work = Work(step.work.rows, step.work.context, prefill, product)
+    return None

@@ -1,0 +1,150 @@
+"""Request and Sequence: what the engine knows of one Submit.
+
+A request has n sequences; each is scheduled by itself. A fresh request computes its prompt once: sequence 0 leads, the
+others are unborn until it has drawn its first token, then they are forked from its table.
+
+      UNBORN ──fork──▶ RUNNING ◀──admit── WAITING          every phase ──end──▶ FINISHED
+         └──no seat, or the leader ended──────▲ ▲
+                          RUNNING ──preempt─────┘
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import msgspec
+
+from kvpool.table import BlockTable
+from model.params import Logprob, SamplingParams
+from scheduler.messages import Submit
+
+Rank = tuple[int, float, int, int]
+"""Priority, arrival, request id, index: the smallest goes first, the largest is preempted first."""
+
+
+class Phase(IntEnum):
+    """Where a sequence is; exactly one place each."""
+
+    UNBORN = 0
+    """In `Request.unborn`."""
+    WAITING = 1
+    """In the waiting queue; holds no block."""
+    RUNNING = 2
+    """In the running list; its table is live."""
+    FINISHED = 3
+    """Nowhere."""
+
+
+class Request:
+    """One Submit and what its sequences share."""
+
+    __slots__ = (
+        "alive",
+        "forks",
+        "id",
+        "params",
+        "prompt_len",
+        "prompt_values",
+        "salt",
+        "sequences",
+        "started",
+        "unborn",
+    )
+
+    def __init__(self, submit: Submit, capacity: int) -> None:
+        """`capacity`: tokens that one sequence may hold at most (context, pool). `submit` has passed `refusal`."""
+        self.id = submit.id
+        self.salt = submit.salt
+        self.prompt_len = len(submit.prompt_ids)
+        self.started = False
+        self.forks = submit.n > 1
+        """Whether its sequences may share a block that one of them still writes to."""
+        self.alive = submit.n
+        """Sequences that have not ended."""
+        resumed = any(submit.generated)
+        # Once there is a token, the prompt's logprobs were sent with it at the latest.
+        collects = submit.params.prompt_logprobs is not None and not resumed
+        self.params = submit.params if collects else without_prompt_logprobs(submit.params)
+        self.prompt_values: list[Logprob] | None = [] if collects else None
+        """Logprobs of prompt tokens 1, 2, … so far; None once sent or never asked for. While it is a list, the request
+        reads no prefix cache: a cached position has no logits."""
+        limit = min(self.prompt_len + submit.params.max_tokens, capacity)
+        self.sequences = [
+            Sequence(
+                self,
+                index,
+                submit.prompt_ids + (submit.generated[index] if index < len(submit.generated) else []),
+                limit,
+                (submit.priority, submit.arrival, submit.id, index),
+            )
+            for index in range(submit.n)
+        ]
+        self.unborn: list[Sequence] = []
+        if not resumed:
+            self.unborn = self.sequences[1:]
+            for sequence in self.unborn:
+                sequence.phase = Phase.UNBORN
+
+    def prompt_is_sent(self) -> None:
+        """The prompt's logprobs are complete and sent: recomputing the prompt need not repeat them."""
+        self.prompt_values = None
+        self.params = without_prompt_logprobs(self.params)
+
+
+class Sequence:
+    """One stream of tokens. `num_computed` chases `len(tokens)`: prefill, chunk, decode and resume are one rule."""
+
+    __slots__ = (
+        "bypasses",
+        "chunked",
+        "hashes",
+        "index",
+        "limit",
+        "num_computed",
+        "phase",
+        "preempted",
+        "preemptions",
+        "prompt_len",
+        "rank",
+        "request",
+        "shared",
+        "table",
+        "tokens",
+    )
+
+    def __init__(self, request: Request, index: int, tokens: list[int], limit: int, rank: Rank) -> None:
+        self.request = request
+        self.index = index
+        self.tokens = tokens
+        self.prompt_len = request.prompt_len
+        self.limit = limit
+        """It ends with LENGTH as soon as it holds so many tokens."""
+        self.rank = rank
+        self.phase = Phase.WAITING
+        self.num_computed = 0
+        self.table = BlockTable()
+        self.hashes: list[bytes] = []
+        """Prefix digests of the full blocks of `tokens`, as far as they were needed; only ever extended."""
+        self.shared = 0
+        """Leading blocks that another table held when this one took them; for the peak estimate only."""
+        self.preempted = False
+        """Waits because it was preempted: goes before those that never ran."""
+        self.preemptions = 0
+        self.bypasses = 0
+        """Sequences that were admitted past it while it was the head."""
+        self.chunked = False
+        """Had a chunk in the last step: whoever needs the same prefix does well to wait for it."""
+
+    @property
+    def place(self) -> tuple[int, bool, float, int, int]:
+        """Its place in the waiting queue."""
+        priority, arrival, request, index = self.rank
+        return priority, not self.preempted, arrival, request, index
+
+    @property
+    def generated(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+
+def without_prompt_logprobs(params: SamplingParams) -> SamplingParams:
+    return params if params.prompt_logprobs is None else msgspec.structs.replace(params, prompt_logprobs=None)
