@@ -1,0 +1,188 @@
+"""Chat templates: messages to the text of a prompt."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from typing import Any
+
+import jinja2
+
+from server.errors import RequestError, TemplateError, Unsupported
+from server.sandbox import Refused, Sandbox
+
+MAX_TEMPLATE_CHARS = 1_000_000
+MAX_MESSAGE = 500
+"""Characters of a template's own error message that a client gets."""
+
+RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "chat_template", "tokenize"})
+"""Variables that `chat_template_kwargs` cannot set."""
+
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A conversation, and how it becomes a prompt. Messages and tools are JSON objects as the client sent them."""
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] | None = None
+    documents: Sequence[Mapping[str, Any]] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    """The prompt ends with the last message's content, so that the model goes on with it."""
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """chat_template_kwargs: only what the template reads gets there, and nothing that is reserved."""
+
+
+class ChatTemplate:
+    """One compiled template. Thread-safe."""
+
+    def __init__(
+        self,
+        source: str,
+        tokens: Mapping[str, str] | None = None,
+        fold_system: bool = True,
+        now: Callable[[], datetime] = datetime.now,
+    ) -> None:
+        """`tokens`: bos_token and the like. `fold_system`: where the template refuses a system message, put it before
+        the first user message. Raises TemplateError where the source is no template."""
+        if len(source) > MAX_TEMPLATE_CHARS:
+            raise TemplateError(f"chat template: more than {MAX_TEMPLATE_CHARS} characters")
+        self.source = source
+        self._tokens = dict(tokens or {})
+        self._fold_system = fold_system
+        self._sandbox = Sandbox(now)
+        try:
+            self._template, self.variables = self._sandbox.compile_chat(source)
+        except jinja2.TemplateSyntaxError as fault:
+            raise TemplateError(f"chat template, line {fault.lineno}: {_words(fault)}") from None
+        except RecursionError:
+            raise TemplateError("chat template: nested too deeply") from None
+        self._knows_developer = "developer" in source
+
+    def render(self, chat: Chat, mark: Callable[[str], str] = str, tag: str = "\ufdd0") -> str:
+        """The prompt's text. `mark` is applied to every string of the client's; `tag` is a character in none of them.
+
+        Raises TemplateError with the template's own words, Unsupported for content that is not text.
+        """
+        try:
+            return self._attempt(chat, mark, tag)
+        except Refused as refusal:
+            folded = _folded(chat.messages) if self._fold_system and "system" in str(refusal).lower() else None
+            if folded is None:
+                raise TemplateError(_words(refusal), param="messages") from None
+        try:
+            return self._attempt(replace(chat, messages=folded), mark, tag)
+        except Refused as refusal:
+            raise TemplateError(_words(refusal), param="messages") from None
+
+    def _attempt(self, chat: Chat, mark: Callable[[str], str], tag: str) -> str:
+        try:
+            try:
+                return self._run(chat, mark, tag, parse_arguments=True)
+            except TypeError:
+                # Some templates put arguments together with text, and so need the string that the client sent.
+                return self._run(chat, mark, tag, parse_arguments=False)
+        except (Refused, RequestError):
+            raise
+        except Exception as fault:  # a template may fail in any way that Python knows
+            raise TemplateError(f"chat template failed: {_words(fault)}", param="messages") from None
+
+    def _run(self, chat: Chat, mark: Callable[[str], str], tag: str, parse_arguments: bool) -> str:
+        messages = [_mapped(self._normalized(message, parse_arguments), mark) for message in chat.messages]
+        if chat.continue_final_message:
+            messages[-1]["content"] += f"{tag} "
+        text = self._sandbox.run(
+            self._template,
+            {
+                **{key: _mapped(value, mark) for key, value in chat.kwargs.items() if self._accepts(key)},
+                **self._tokens,
+                "messages": messages,
+                "tools": _mapped(chat.tools, mark) or None,
+                "documents": _mapped(chat.documents, mark) or None,
+                "add_generation_prompt": chat.add_generation_prompt,
+            },
+        )
+        if not chat.continue_final_message:
+            return text
+        end = text.rfind(tag)
+        if end < 0:
+            raise TemplateError("the chat template leaves out the message to be continued", param="messages")
+        # Where the template strips content, the blank behind the tag is gone, and blanks before it have to go too.
+        return text[:end] if text.startswith(f"{tag} ", end) else text[:end].rstrip()
+
+    def _accepts(self, variable: str) -> bool:
+        return variable in self.variables and variable not in RESERVED and variable not in self._tokens
+
+    def _normalized(self, message: Mapping[str, Any], parse_arguments: bool) -> Message:
+        """A message as templates expect it.
+
+        Content is a string, the texts of its parts joined; null is "" there, and elsewhere the same as absent. Tool
+        arguments are an object where they are JSON of one. `developer` is `system` unless the template knows it.
+        """
+        result: Message = _present(message)
+        if result.get("role") == "developer" and not self._knows_developer:
+            result["role"] = "system"
+        result["content"] = _content(message.get("content"))
+        if parse_arguments and "tool_calls" in result:
+            result["tool_calls"] = [_parsed(call) for call in result["tool_calls"]]
+        return result
+
+
+def _mapped(value: Any, mark: Callable[[str], str]) -> Any:
+    """A copy with every string marked, keys too."""
+    if isinstance(value, str):
+        return mark(value)
+    if isinstance(value, Mapping):
+        return {mark(key): _mapped(item, mark) for key, item in value.items()}
+    return [_mapped(item, mark) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _present(value: Any) -> Any:
+    """A copy without nulls."""
+    if isinstance(value, Mapping):
+        return {key: _present(item) for key, item in value.items() if item is not None}
+    return [_present(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _content(content: Any) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = []
+    for part in content:
+        text = part if isinstance(part, str) else part.get("text", part.get("refusal"))
+        if not isinstance(text, str):
+            raise Unsupported("messages: content other than text is not supported by this model", param="messages")
+        texts.append(text)
+    return "".join(texts)
+
+
+def _parsed(call: Message) -> Message:
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except (ValueError, RecursionError):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
+
+
+def _folded(messages: Sequence[Mapping[str, Any]]) -> list[Message] | None:
+    """The system message put before the first user message; None where that cannot be."""
+    if len(messages) < 2 or messages[0]["role"] not in ("system", "developer") or messages[1]["role"] != "user":
+        return None
+    content = f"{_content(messages[0].get('content'))}\n\n{_content(messages[1].get('content'))}"
+    return [{**messages[1], "content": content}, *map(dict, messages[2:])]
+
+
+def _words(fault: BaseException) -> str:
+    """What a client may read of a failure: no addresses, not too long."""
+    text = _ADDRESS.sub("", str(fault)) or type(fault).__name__
+    return text if len(text) <= MAX_MESSAGE else text[:MAX_MESSAGE] + "…"
