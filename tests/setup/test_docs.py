@@ -1,0 +1,56 @@
+"""README and docs: what they say of flags, targets and files is so."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from server.settings import Settings
+
+DOCUMENTS = ("README.md", "docs/design.md", "docs/operations.md", "docs/performance.md")
+
+
+def table_row(readme: str, first: str) -> list[str]:
+    rows = [line.split("|")[1:-1] for line in readme.splitlines() if line.startswith(f"| `{first}` |")]
+    assert len(rows) == 1, f"{first}: {len(rows)} rows"
+    return [cell.strip() for cell in rows[0]]
+
+
+@pytest.mark.parametrize("name", sorted(set(Settings.model_fields) - {"model"}))
+def test_readme_knows_every_flag_and_its_default(root: Path, name: str) -> None:
+    field = Settings.model_fields[name]
+    _, description, default = table_row((root / "README.md").read_text(), "--" + name.replace("_", "-"))
+    assert description == field.description
+    value = {True: "on", False: "off"}.get(field.default) if field.annotation is bool else field.default
+    silent = field.default_factory is not None or value is None
+    assert default == ("" if silent else f"`{value}`")
+
+
+def test_readme_names_no_flag_that_is_gone(root: Path) -> None:
+    rows = re.findall(r"^\| `--([\w-]+)` \|", (root / "README.md").read_text(), re.MULTILINE)
+    assert {row.replace("-", "_") for row in rows} == set(Settings.model_fields) - {"model"}
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_links_and_named_files_exist(root: Path, name: str) -> None:
+    text = (root / name).read_text()
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)", text):
+        assert (root / name).parent.joinpath(target).exists(), target
+    for path in re.findall(r"`((?:server|scheduler|model|kvpool|loadtest|tests|docs)/[\w./-]*)`", text):
+        assert (root / path).exists() or (root / f"{path}.py").exists(), path
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_make_targets_exist(root: Path, name: str) -> None:
+    targets = set(re.findall(r"^([a-z]+):", (root / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"(?:^|`)make ([a-z]+)", (root / name).read_text(), re.MULTILINE)) <= targets
+
+
+def test_bodies_of_curl_examples_are_json(root: Path) -> None:
+    bodies = re.findall(r"-d '(\{.*?\})'", (root / "README.md").read_text(), re.DOTALL)
+    assert len(bodies) == 2
+    for body in bodies:
+        assert {"messages", "prompt"} & json.loads(body).keys()
