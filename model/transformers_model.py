@@ -1,0 +1,342 @@
+"""Any other causal LM: transformers' own modelling code, with our attention over our pool.
+
+A step is one packed sequence of shape [1, T] with explicit positions and no mask:
+
+    base model ── attention function "octavo" ──▶ write keys and values to the pool, attend over it
+        └─▶ hidden [T, hidden] ── the class's own forward, its base model replaced by the hidden states ──▶ logits
+
+That is right only if the model does nothing else across tokens. So at load two short sequences run packed through the
+pool and alone through transformers' eager attention; where the logits differ, the model is refused.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.utils import logging
+
+from kvpool.storage import KVStorage
+from model.attention.base import Attention
+from model.batch import Batch, Row
+from model.config import ModelConfig
+from model.errors import ModelError
+from model.inputs import InputBuilder, StepInputs
+from model.linear import Head
+from model.params import SamplingParams
+from model.precision import Precision
+
+NAME = "octavo"
+CHECKED = (19, 14)
+"""Lengths of the two sequences of the check."""
+
+
+@dataclass(slots=True)
+class Shape:
+    """Keys and values of one layer, as the first pass saw them."""
+
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    window: int | None
+
+
+@dataclass(slots=True)
+class Step:
+    """What the attention function needs beyond its arguments; without storage it only records shapes."""
+
+    attention: Attention
+    inputs: StepInputs
+    storage: KVStorage | None
+    shapes: dict[int, Shape] = field(default_factory=dict)
+
+
+_step: contextvars.ContextVar[Step] = contextvars.ContextVar("octavo_step")
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """The attention function that transformers calls: query [1, heads, T, head_dim] → [1, T, heads, head_dim]."""
+    step = _step.get()
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    if step.storage is None:
+        if layer in step.shapes:
+            raise ModelError(f"layer {layer} attends twice")
+        step.shapes[layer] = Shape(k.shape[1], k.shape[2], v.shape[2], sliding_window)
+        return q.new_zeros(1, *q.shape[:2], v.shape[2]), None
+    inputs = step.inputs
+    step.storage.write_at(layer, k, v, inputs.blocks, inputs.offsets)
+    scale = q.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    out = step.attention(q, step.storage, layer, inputs, scale=scale, window=sliding_window, softcap=softcap)
+    return out[None], None
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    return None
+
+
+AttentionInterface.register(NAME, attend)
+AttentionMaskInterface.register(NAME, _no_mask)
+
+
+class TransformersModel:
+    """See `model.decoder.Model`. Weights and arithmetic are in `precision.compute`."""
+
+    def __init__(
+        self, module: Any, config: ModelConfig, attention: Attention, precision: Precision, device: torch.device
+    ) -> None:
+        """`module` is a causal LM on its device. Raises ModelError where it cannot be served correctly."""
+        self.attention = attention
+        self.device = device
+        self._module = module
+        self._base = module.base_model
+        if self._base is module:
+            raise ModelError(f"{config.architecture} has no base model apart from its head")
+        self.rope_switch = follow_lengths(module)
+        self._lengths: Tensor | None = None
+        self._given = Given()
+        self._head = _head_only(module, self._given, precision)
+        self.weight_bytes = sum(p.nbytes for p in module.parameters()) + sum(b.nbytes for b in module.buffers())
+        self.config = self._probe(config)
+        self._check(precision)
+
+    def forward(self, inputs: StepInputs, storage: KVStorage) -> Tensor:
+        return self._run(Step(self.attention, inputs, storage))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        self._given.hidden = hidden[None]
+        logits: Tensor = self._head(input_ids=None, use_cache=False).logits[0]
+        return logits.float()
+
+    def _run(self, step: Step) -> Tensor:
+        inputs = step.inputs
+        token = _step.set(step)
+        known = _lengths.set(inputs.lengths)
+        try:
+            out = self._base(
+                input_ids=inputs.token_ids[None], position_ids=inputs.positions[None], use_cache=False
+            ).last_hidden_state[0]
+        finally:
+            _step.reset(token)
+            _lengths.reset(known)
+        hidden: Tensor = out
+        return hidden
+
+    def _probe(self, config: ModelConfig) -> ModelConfig:
+        """Run once without a pool, to learn what keys and values each layer has; the true numbers replace config's."""
+        name = config.architecture
+        step = Step(self.attention, self._inputs([[0, 1, 2]])[0], None)
+        with _refused(name):
+            self._run(step)
+        shapes = [step.shapes[layer] for layer in sorted(step.shapes)]
+        text = self._module.config.get_text_config()
+        if not shapes:
+            raise ModelError(f"{name} does not use transformers' attention interface")
+        if sorted(step.shapes) != list(range(int(text.num_hidden_layers))):
+            raise ModelError(f"{name} has layers without attention, or of another kind")
+        first = shapes[0]
+        sizes = {(shape.kv_heads, shape.head_dim, shape.value_dim) for shape in shapes}
+        if len(sizes) > 1 or first.head_dim != first.value_dim:
+            raise ModelError(f"{name} has keys and values of several sizes")
+        types = list(getattr(text, "layer_types", None) or [])
+        for layer, kind in enumerate(types):
+            if kind not in ("full_attention", "sliding_attention"):
+                raise ModelError(f"{name} has layers of the type {kind}")
+            if kind == "sliding_attention" and shapes[layer].window is None:
+                raise ModelError(f"{name} hides the window of its sliding layers")
+        return replace(
+            config, num_layers=len(shapes), num_kv_heads=first.kv_heads, head_dim=first.head_dim, native=False
+        )
+
+    def _check(self, precision: Precision) -> None:
+        """Packed through the pool, and alone through transformers' own attention: the same logits, or ModelError."""
+        name, config = self.config.architecture, self.config
+        sequences = [
+            [(7 * i * i + 3 * i + n) % config.vocab_size for i in range(size)] for n, size in enumerate(CHECKED)
+        ]
+        inputs, blocks = self._inputs(sequences)
+        storage = KVStorage(
+            config.num_layers, blocks, config.num_kv_heads, 16, config.head_dim, precision.compute, self.device
+        )
+        with _refused(name):
+            ours = self.logits(self.forward(inputs, storage))
+            self._module.set_attn_implementation("eager")
+            theirs = []
+            for sequence in sequences:
+                ids = torch.tensor([sequence], device=self.device)
+                known = _lengths.set(torch.full_like(ids[0], len(sequence)))
+                try:
+                    theirs.append(self._module(input_ids=ids, use_cache=False).logits[0].float())
+                finally:
+                    _lengths.reset(known)
+            self._module.set_attn_implementation(NAME)
+        expected = torch.cat(theirs)
+        tolerance = 1e-3 if precision.compute == torch.float32 else 5e-2
+        error = float((ours - expected).abs().max()) / max(float(expected.abs().max()), 1e-6)
+        if not error <= tolerance:
+            raise ModelError(f"{name} gives other logits over the paged pool than in transformers (off by {error:.1%})")
+
+    def _inputs(self, sequences: list[list[int]]) -> tuple[StepInputs, int]:
+        """All of `sequences` as one step, and how many blocks of 16 that takes."""
+        rows, used = [], 1
+        for tokens in sequences:
+            blocks = list(range(used, used + -(-len(tokens) // 16)))
+            used += len(blocks)
+            rows.append(Row(tokens, len(tokens), 0, len(tokens), blocks, SamplingParams(max_tokens=1, seed=0)))
+        return InputBuilder(sum(map(len, sequences)), 16, self.device).build(Batch(rows)), used
+
+
+class GivenOutput:
+    """What a base model returns, as far as its head needs it: hidden states, and None under every other name."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def __getitem__(self, index: int) -> Tensor:
+        return (self.last_hidden_state,)[index]
+
+
+class Given(nn.Module):
+    """Stands where the base model was and hands out what was computed before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = torch.empty(0)
+
+    @property
+    def decoder(self) -> Given:
+        """OPT reaches past its base model."""
+        return self
+
+    def forward(self, *_: Any, **__: Any) -> GivenOutput:
+        return GivenOutput(self.hidden)
+
+
+class WideHead(nn.Module):
+    """A 16-bit LM head whose logits are float32."""
+
+    def __init__(self, linear: nn.Linear, precision: Precision) -> None:
+        super().__init__()
+        self.head = Head(linear.weight, linear.bias, precision)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x)
+
+
+def _head_only(module: Any, given: Given, precision: Precision) -> Any:
+    """`module` without its base model: the LM head, and whatever its class does to logits. Weights are shared."""
+    head = copy.copy(module)
+    parts = dict(module._modules)
+    parts[module.base_model_prefix] = given
+    output = module.get_output_embeddings()
+    if not isinstance(output, nn.Linear) or output not in parts.values():
+        raise ModelError(f"{type(module).__name__} has no linear head")
+    if precision.compute != torch.float32:
+        name = next(name for name, part in parts.items() if part is output)
+        parts[name] = WideHead(output, replace(precision, weights=precision.compute))
+    head.__dict__["_modules"] = parts
+    return head
+
+
+_lengths: contextvars.ContextVar[Tensor] = contextvars.ContextVar("octavo_lengths")
+"""Known tokens of each token's sequence, [T]."""
+
+
+def follow_lengths(module: Any) -> int | None:
+    """Make longrope choose its factors for each sequence, not by the largest position of the whole step.
+
+    Returns `RopeTable.switch`. transformers' other scalings depend on no length below max_position_embeddings.
+    """
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    switch: int | None = None
+    for rope in module.modules():
+        kind = getattr(rope, "rope_type", None)
+        if isinstance(kind, dict) and "longrope" in kind.values():
+            raise ModelError(f"{type(module).__name__} has longrope for some of its layers only")
+        if kind != "longrope":
+            continue
+        switch = int(rope.config.rope_parameters["original_max_position_embeddings"])
+        long, _ = ROPE_INIT_FUNCTIONS["longrope"](rope.config, seq_len=switch + 1)
+        rope.forward = _longrope(rope.original_inv_freq, long, rope.attention_scaling, switch)
+    return switch
+
+
+def _longrope(short: Tensor, long: Tensor, factor: float, switch: int) -> Callable[..., tuple[Tensor, Tensor]]:
+    def forward(x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        is_long = (_lengths.get() > switch)[None, :, None]
+        frequencies = torch.where(is_long, long.to(x.device), short.to(x.device))
+        angles = position_ids[..., None].float() * frequencies
+        both = torch.cat((angles, angles), dim=-1)
+        return (both.cos() * factor).to(x.dtype), (both.sin() * factor).to(x.dtype)
+
+    return forward
+
+
+@contextmanager
+def _refused(name: str) -> Iterator[None]:
+    """Whatever a model's code raises when it meets our attention means that it cannot be served."""
+    try:
+        with torch.inference_mode():
+            yield
+    except ModelError as error:
+        raise ModelError(f"{name} cannot be served: {error}") from None
+    except Exception as error:
+        raise ModelError(f"{name} cannot be served: {type(error).__name__}: {_line(error)}") from error
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]
+
+
+def load_transformers(
+    path: Path, config: ModelConfig, attention: Attention, precision: Precision, device: torch.device
+) -> TransformersModel:
+    """Load a folder of safetensors through transformers' classes, never code from the folder. Raises ModelError."""
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    try:
+        theirs = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(theirs)]
+        if not kind._supports_attention_backend:
+            raise ModelError(
+                f"{config.architecture} cannot be served: it does not use transformers' attention interface"
+            )
+        module: Any = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=theirs,
+            dtype=precision.compute,
+            attn_implementation=NAME,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+        )
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ModelError(f"{config.architecture} cannot be loaded by transformers: {_line(error)}") from error
+    return TransformersModel(module.to(device).train(False), config, attention, precision, device)
+
+
+__all__ = ["TransformersModel", "load_transformers"]
