@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import orjson
@@ -20,6 +22,7 @@ INLINE_BYTES = 64 * 1024
 """Larger bodies are parsed in a thread, so that streams do not wait for them."""
 
 M = TypeVar("M", bound=BaseModel)
+T = TypeVar("T")
 
 
 async def read_body(request: Request) -> bytes:
@@ -53,11 +56,35 @@ def parse_json(body: bytes) -> Any:
     try:
         value = orjson.loads(body)
     except orjson.JSONDecodeError as error:
-        raise InvalidRequest(f"body: not valid JSON: {error}", code="invalid_json") from None
+        raise _not_json(body, str(error)) from None
     # No more brackets than levels: no need to walk.
     if body.count(b"[") + body.count(b"{") > MAX_DEPTH and _depth(value) > MAX_DEPTH:
         raise InvalidRequest(f"body: nested more than {MAX_DEPTH} levels deep", code="invalid_json")
     return value
+
+
+def _not_json(body: bytes, reason: str) -> InvalidRequest:
+    """What is wrong with it, in terms of the field where that can be told."""
+    if "surrogate" in reason and (path := _surrogate_path(body)):
+        return InvalidRequest(f"{path}: holds half of a surrogate pair", param=path)
+    if b"NaN" in body or b"Infinity" in body:
+        reason += "; NaN and Infinity are no JSON numbers"
+    return InvalidRequest(f"body: not valid JSON: {reason}", code="invalid_json")
+
+
+def _surrogate_path(body: bytes) -> str | None:
+    """Dotted path of the first string with a lone surrogate, found with the lenient reader."""
+    try:
+        pending: list[tuple[str, Any]] = [("", json.loads(body))]
+    except (ValueError, RecursionError):
+        return None
+    while pending:
+        path, value = pending.pop()
+        if isinstance(value, str) and any("\ud800" <= char <= "\udfff" for char in value):
+            return path
+        entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        pending += [(f"{path}.{key}".lstrip("."), entry) for key, entry in entries]
+    return None
 
 
 def _depth(value: Any) -> int:
@@ -70,10 +97,17 @@ def _depth(value: Any) -> int:
     return depth
 
 
-def validate(model: type[M], body: bytes) -> M:
-    """The body as `model`. Raises a RequestError that names the field at fault."""
+def parse_json_object(body: bytes) -> dict[str, Any]:
+    value = parse_json(body)
+    if not isinstance(value, dict):
+        raise InvalidRequest("body: must be a JSON object")
+    return value
+
+
+def validate(model: type[M], value: dict[str, Any]) -> M:
+    """The object as `model`. Raises a RequestError that names the field at fault."""
     try:
-        return model.model_validate(parse_json(body))
+        return model.model_validate(value)
     except ValidationError as error:
         raise invalid(error) from None
 
@@ -85,10 +119,12 @@ def check_media_type(request: Request) -> None:
         raise UnsupportedMediaType("content-type: must be application/json")
 
 
+async def threaded(work: Callable[[bytes], T], body: bytes) -> T:
+    """Apply `work` to a body: at once to a small one, in a thread to a large one."""
+    return work(body) if len(body) <= INLINE_BYTES else await asyncio.to_thread(work, body)
+
+
 async def parse_body(request: Request, model: type[M]) -> M:
     """Read, parse and validate."""
     check_media_type(request)
-    body = await read_body(request)
-    if len(body) <= INLINE_BYTES:
-        return validate(model, body)
-    return await asyncio.to_thread(validate, model, body)
+    return await threaded(lambda body: validate(model, parse_json_object(body)), await read_body(request))

@@ -129,6 +129,7 @@ CHAT_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "chat_template": (),
     "echo": (False,),
     "suffix": ("",),
+    "truncate_prompt_tokens": (),
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
+from pydantic import Field, PlainValidator, StringConstraints, WithJsonSchema, model_validator
 
 from server.errors import InvalidRequest
 from server.protocol.base import Count, Int
@@ -77,6 +77,10 @@ class CompletionRequest(GenerationRequest):
     logprobs: Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool = False
     add_special_tokens: bool = True
+    truncate_prompt_tokens: (
+        Annotated[Int, Field(ge=-1, le=2**31 - 1, description="-1: to what the context allows")] | None
+    ) = None
+    truncation_side: Annotated[str, StringConstraints(pattern="^(left|right)$")] = "left"
 
     @model_validator(mode="after")
     def _fit(self) -> Self:

@@ -150,10 +150,6 @@ class GenerationRequest(Body):
     allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED_IDS)] | None = None
     prompt_logprobs: Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     return_token_ids: bool = False
-    truncate_prompt_tokens: (
-        Annotated[Int, Field(ge=-1, le=2**31 - 1, description="-1: to what the context allows")] | None
-    ) = None
-    truncation_side: Annotated[str, StringConstraints(pattern="^(left|right)$")] = "left"
     stream: bool = False
     stream_options: StreamFields | None = None
     priority: Annotated[Int, Field(ge=-(2**63), le=2**63 - 1, description="lower runs first")] = 0

@@ -1,0 +1,215 @@
+"""One run of `octavo serve`, from the bound port to the exit status.
+
+    bind ── start engine, listen (503: loading) ── load tokenizer ── engine ready ── serve ──┐
+                                                                                             │ SIGTERM, SIGINT
+    exit 0 ◀── stop engine ◀── close connections ◀── drain: no new requests, wait, fail ◀────┘
+
+uvicorn would close the port at SIGTERM, at once; so it never sees a signal, and drains when it is told to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator, Sequence
+
+import uvicorn
+
+from model.errors import ModelError
+from model.source import ModelSource, resolve
+from model.tokenizer import GenerationDefaults, load_tokenizer
+from scheduler.messages import Progress, Ready
+from server.admission import Admission
+from server.app import create_app
+from server.engine_client import EngineClient, EngineFailed
+from server.errors import RequestError, Unavailable
+from server.metrics import Metrics
+from server.prompts import PromptBuilder, PromptLimits
+from server.sampling import Sampling
+from server.service import Loaded, Service
+from server.settings import Settings
+from server.supervisor import WORKER, Supervisor
+
+log = logging.getLogger("octavo")
+
+HEADER_BYTES = 64 * 1024
+CLOSE_SECONDS = 2
+"""For connections to end once their responses are complete."""
+GONE_SECONDS = 1.0
+"""A server without an engine answers 503 for so long, and ends with an error."""
+OK, FAILED, BAD_START = 0, 1, 2
+
+
+class StartError(Exception):
+    """The server cannot start; one line says why."""
+
+
+class _Uvicorn(uvicorn.Server):
+    """Without signal handlers of its own."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """The listening socket, taken before anything is loaded. Raises StartError."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        return socket.create_server(address[:2], family=family, backlog=2048)
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise StartError(f"cannot listen on {host} port {port}: {reason}") from None
+
+
+class Daemon:
+    """Owns the service, the engine's supervisor and the HTTP server."""
+
+    def __init__(self, settings: Settings, sock: socket.socket, source: ModelSource, worker: Sequence[str]) -> None:
+        names = tuple(settings.served_model_name) or (source.name,)
+        client = EngineClient()
+        admission = Admission(
+            settings.max_num_seqs,
+            settings.max_queued_requests,
+            settings.max_queued_tokens,
+            lambda: client.queued_tokens,
+        )
+        self.service = Service(settings, client, admission, Metrics(), names)
+        client.on_progress = report
+        client.on_step = self.service.metrics.step
+        client.on_gap = self.service.metrics.inter_token.observe
+        self._settings = settings
+        self._source = source
+        self._sock = sock
+        self._supervisor = Supervisor(client, settings.engine(), worker)
+        self._stopping = asyncio.Event()
+        self._signals = 0
+        self._http = _Uvicorn(
+            uvicorn.Config(
+                create_app(self.service),
+                http="h11",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                h11_max_incomplete_event_size=HEADER_BYTES,
+                timeout_graceful_shutdown=CLOSE_SECONDS,
+            )
+        )
+
+    async def run(self) -> int:
+        """Serve until told to stop; the exit status. Raises StartError where the engine cannot start."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal)
+        http = asyncio.create_task(self._http.serve([self._sock]), name="http")
+        self._supervisor.start()
+        loading = asyncio.create_task(self._load(), name="load")
+        stopping = asyncio.create_task(self._stopping.wait())
+        gone = asyncio.create_task(self.service.client.gone.wait())
+        try:
+            await asyncio.wait((loading, stopping, http), return_when=asyncio.FIRST_COMPLETED)
+            if loading.done():
+                loading.result()
+                await asyncio.wait((stopping, gone, http), return_when=asyncio.FIRST_COMPLETED)
+            if self.service.client.gone.is_set():
+                log.error("the engine process ended (status %s)", self._supervisor.exit_status())
+                await asyncio.wait((stopping,), timeout=GONE_SECONDS)
+                return FAILED
+            await self._drain()
+            return OK
+        finally:
+            for task in (loading, stopping, gone):
+                task.cancel()
+            self._http.should_exit = True
+            await asyncio.gather(http, loading, return_exceptions=True)
+            await self._supervisor.stop()
+            if self.service.loaded is not None:
+                self.service.loaded.prompts.close()
+
+    async def _load(self) -> None:
+        """Everything between an open port and a server that is ready."""
+        settings = self._settings
+        try:
+            tokenizer = await asyncio.to_thread(load_tokenizer, self._source)
+            ready: Ready = await asyncio.shield(self.service.client.ready)
+            limits = PromptLimits(ready.max_model_len, ready.vocab_size, ready.num_blocks, ready.block_size)
+            template = settings.chat_template
+            prompts = PromptBuilder(
+                tokenizer,
+                limits,
+                template=None if template is None else template.read_text(encoding="utf-8"),
+                allow_special_in_content=settings.allow_special_tokens_in_content,
+            )
+        except (EngineFailed, ModelError) as error:
+            raise StartError(str(error)) from None
+        except (RequestError, OSError, UnicodeError) as error:
+            raise StartError(f"--chat-template {settings.chat_template}: {error}") from None
+        defaults = tokenizer.generation_defaults if settings.generation_config == "auto" else GenerationDefaults()
+        if defaults != GenerationDefaults():
+            report(Progress("sampling", f"defaults of the model's generation_config: {defaults}"))
+        sampling = Sampling(tokenizer, defaults, ready.vocab_size, settings.seed)
+        self.service.loaded = Loaded(ready, tokenizer, prompts, sampling)
+        # What is loaded stays; a collector that walks it again and again would only cost pauses.
+        gc.collect()
+        gc.freeze()
+        host, port = self._sock.getsockname()[:2]
+        name = f"[{host}]" if ":" in host else host
+        report(Progress("ready", f"{', '.join(self.service.names)} on http://{name}:{port}/v1"))
+
+    def _on_signal(self) -> None:
+        """The first one drains; the next ends the process, and with it, by its closed socket, the engine."""
+        self._signals += 1
+        if self._signals == 1:
+            self.service.draining = True
+            self._stopping.set()
+            return
+        log.warning("second signal: ending at once")
+        self._supervisor.kill()
+        os._exit(FAILED)
+
+    async def _drain(self) -> None:
+        """Let what runs end; after --drain-timeout end it, with an error that its clients can read."""
+        service, seconds = self.service, self._settings.drain_timeout
+        report(Progress("drain", f"{service.admission.requests} requests in flight, at most {seconds:g} s"))
+        if not await _until(lambda: not service.admission.requests or service.client.gone.is_set(), seconds):
+            for stream in list(service.client.live.values()):
+                service.client.fail(stream, Unavailable("The server shut down before this request was finished."))
+            await _until(lambda: not service.admission.requests, CLOSE_SECONDS)
+
+
+async def _until(condition: Callable[[], bool], seconds: float) -> bool:
+    """Whether it came true in time. Looks every 20 ms: a drain is no hot path."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + seconds
+    while not condition():
+        if loop.time() >= deadline:
+            return False
+        await asyncio.sleep(0.02)
+    return True
+
+
+def report(progress: Progress) -> None:
+    """One line per stage."""
+    log.info("%-9s %s", progress.stage, progress.detail)
+
+
+def serve(settings: Settings, worker: Sequence[str] = WORKER) -> int:
+    """Run the server; the exit status. Raises StartError."""
+    with bind(settings.host, settings.port) as sock:
+        try:
+            source = resolve(settings.model)
+        except ModelError as error:
+            raise StartError(str(error)) from None
+        report(Progress("model", f"{source.name}: {source.kind} {source.path}"))
+
+        async def run() -> int:
+            return await Daemon(settings, sock, source, worker).run()
+
+        return asyncio.run(run())

@@ -1,0 +1,177 @@
+"""One HTTP request's generation: its slot, its streams (one per prompt), its deadlines, and its single end.
+
+begin ── slot ──▶ submit ── streams ──▶ collect() or batches() ──▶ close ── slot, streams, metrics
+                                                                    ▲
+                        done, failed, disconnected, timed out ──────┘
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from model.params import SamplingParams
+from scheduler.messages import Submit
+from server.errors import DeadlineExceeded, RequestError
+from server.service import Service
+from server.streams import RequestStream, SequenceResult, StreamOptions, TextEvent
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One prompt, ready to run."""
+
+    prompt_ids: list[int]
+    params: SamplingParams
+    n: int
+    priority: int
+    tenant: str
+    salt: bytes
+
+
+class Generation:
+    """Made before anything is tokenised; whoever makes it calls `close`, in whatever way the request ends."""
+
+    def __init__(self, service: Service, endpoint: str, sequences: int, arrival: float) -> None:
+        """Takes the slots. Raises Overloaded."""
+        service.admission.reserve(sequences)
+        self.id = secrets.token_hex(16)
+        self.streams: list[RequestStream] = []
+        self._service = service
+        self._endpoint = endpoint
+        self._sequences = sequences
+        self._arrival = arrival
+        self._reasons: list[list[str]] = []
+        """Per stream, the finish reasons that its reader got."""
+        self._timers: list[asyncio.TimerHandle] = []
+        self._closed = False
+
+    def submit(self, jobs: Sequence[Job], options: StreamOptions) -> None:
+        """Send everything to the engine. Raises Overloaded or Unavailable."""
+        service = self._service
+        loaded = service.require()
+        service.admission.check_tokens(sum(len(job.prompt_ids) for job in jobs))
+        for job in jobs:
+
+            def stream(id: int, job: Job = job) -> RequestStream:
+                submit = Submit(
+                    id=id,
+                    prompt_ids=job.prompt_ids,
+                    params=job.params,
+                    n=job.n,
+                    priority=job.priority,
+                    tenant=job.tenant,
+                    salt=job.salt,
+                    arrival=self._arrival,
+                )
+                return RequestStream(submit, loaded.tokenizer, options, service.client.abort, service.clock)
+
+            opened = service.client.open(stream)
+            self.streams.append(opened)
+            self._reasons.append([])
+            service.metrics.live.add(opened)
+            self._watch(opened)
+
+    async def collect(self) -> list[list[SequenceResult]]:
+        """The whole answers, per prompt. Raises what a stream failed with."""
+        results: list[list[SequenceResult]] = []
+        for number, stream in enumerate(self.streams):
+            results.append(await stream.collect())
+            self._reasons[number] += [str(result.finish_reason) for result in results[-1]]
+        return results
+
+    async def batches(self) -> AsyncGenerator[tuple[int, list[TextEvent]], None]:
+        """(prompt, events) as they come. Raises what a stream failed with."""
+        source = self._single() if len(self.streams) == 1 else self._merged()
+        async with aclosing(source):
+            async for number, batch in source:
+                self._reasons[number] += [event.finish_reason for event in batch if event.finish_reason is not None]
+                yield number, batch
+
+    def usage(self) -> dict[str, Any]:
+        """OpenAI's usage object: each prompt counted once, whatever n."""
+        prompt = sum(stream.usage.prompt_tokens for stream in self.streams)
+        completion = sum(stream.usage.completion_tokens for stream in self.streams)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": sum(stream.usage.cached_tokens for stream in self.streams)},
+        }
+
+    def close(self) -> None:
+        """The one way out: what still runs is aborted, the slots are free, everything is counted. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        for timer in self._timers:
+            timer.cancel()
+        for stream, reasons in zip(self.streams, self._reasons, strict=True):
+            stream.cancel()
+            self._service.metrics.end(stream, self._endpoint, _outcome(stream, reasons))
+        self._service.admission.release(self._sequences)
+
+    def _watch(self, stream: RequestStream) -> None:
+        """Arm the deadlines of --queue-timeout and --request-timeout."""
+        settings, client = self._service.settings, self._service.client
+        loop = asyncio.get_running_loop()
+        spent = self._service.clock() - self._arrival
+
+        def late(limit: float, what: str, queued_only: bool) -> None:
+            if not queued_only or stream.timings.scheduled is None:
+                client.fail(stream, DeadlineExceeded(f"The request {what} within {limit:g} s."))
+
+        if settings.queue_timeout:
+            seconds = settings.queue_timeout
+            self._timers.append(loop.call_later(seconds - spent, late, seconds, "did not start", True))
+        if settings.request_timeout:
+            seconds = settings.request_timeout
+            self._timers.append(loop.call_later(seconds - spent, late, seconds, "was not finished", False))
+
+    async def _single(self) -> AsyncGenerator[tuple[int, list[TextEvent]], None]:
+        async with aclosing(self.streams[0].events()) as batches:
+            async for batch in batches:
+                yield 0, batch
+
+    async def _merged(self) -> AsyncGenerator[tuple[int, list[TextEvent]], None]:
+        """All streams at once. The queue holds one batch: what waits longer waits, merged, in its stream."""
+        queue: asyncio.Queue[tuple[int, list[TextEvent] | RequestError | None]] = asyncio.Queue(1)
+
+        async def pump(number: int, stream: RequestStream) -> None:
+            last: RequestError | None = None
+            try:
+                async with aclosing(stream.events()) as batches:
+                    async for batch in batches:
+                        await queue.put((number, batch))
+            except RequestError as error:
+                last = error
+            await queue.put((number, last))
+
+        tasks = [asyncio.create_task(pump(number, stream)) for number, stream in enumerate(self.streams)]
+        try:
+            running = len(tasks)
+            while running:
+                number, item = await queue.get()
+                if isinstance(item, RequestError):
+                    raise item
+                if item is None:
+                    running -= 1
+                else:
+                    yield number, item
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _outcome(stream: RequestStream, reasons: list[str]) -> str:
+    """What the metrics call its end."""
+    if stream.error is not None:
+        return "error"
+    if len(reasons) < stream.submit.n:
+        return "abort"
+    return "length" if "length" in reasons else "stop"

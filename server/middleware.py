@@ -1,0 +1,125 @@
+"""Around every request, as pure ASGI: its id, its key, its line in the log, its count, and what nobody foresaw.
+
+    Requests ── id, log, count, last resort ──▶ ApiKeys ── 401 ──▶ the application
+
+Routes that are answered without a key are listed; every other path needs one, whether a route exists there or not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import time
+import uuid
+from collections.abc import Iterable
+
+from sse_starlette.sse import SendTimeoutError
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from server.errors import AuthenticationError, error_response, internal_error
+from server.metrics import Metrics
+
+log = logging.getLogger("octavo.access")
+
+OPEN_PATHS = frozenset({"/health", "/healthz", "/livez", "/ready", "/readyz", "/ping"})
+QUIET_PATHS = OPEN_PATHS | {"/metrics"}
+"""Neither counted nor logged, except at the level debug: probes and scrapes."""
+MAX_ID_LENGTH = 128
+CLIENT_GONE = 499
+UNMATCHED = "none"
+"""Label of requests that no route took: paths are the client's words."""
+
+
+def request_id(given: str | None) -> str:
+    """The client's id where it is short and printable, else a new one. Used in headers and logs, never as a key."""
+    if given and len(given) <= MAX_ID_LENGTH and given.isascii() and given.isprintable():
+        return given
+    return uuid.uuid4().hex
+
+
+class Requests:
+    """The outermost layer."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began = time.perf_counter()
+        id = request_id(Headers(scope=scope).get("x-request-id"))
+        if len(scope["path"]) > 1:
+            scope["path"] = scope["path"].rstrip("/") or "/"
+        status = 0
+
+        async def answer(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = id
+                headers["openai-processing-ms"] = str(round((time.perf_counter() - began) * 1000))
+            await send(message)
+
+        try:
+            await self._app(scope, receive, answer)
+        except (ClientDisconnect, SendTimeoutError, ConnectionError):
+            status = CLIENT_GONE
+        except Exception:
+            log.exception("request %s failed", id)
+            if not status:
+                await error_response(internal_error())(scope, receive, answer)
+        finally:
+            self._note(scope, id, status or CLIENT_GONE, time.perf_counter() - began)
+
+    def _note(self, scope: Scope, id: str, status: int, seconds: float) -> None:
+        path, method = scope["path"], scope["method"]
+        quiet = path in QUIET_PATHS
+        if status == CLIENT_GONE:
+            self._metrics.disconnects += 1
+        route = getattr(scope.get("route"), "path", UNMATCHED)
+        if not quiet:
+            self._metrics.count_http(route, method, status)
+        log.log(
+            logging.DEBUG if quiet else logging.INFO,
+            "%s %s %d %.1f ms id=%s",
+            method,
+            ascii(path[:128])[1:-1],
+            status,
+            seconds * 1000,
+            id,
+        )
+
+
+class ApiKeys:
+    """Lets requests with a key pass, as `Authorization: Bearer KEY` or `x-api-key: KEY`. Without keys, everybody."""
+
+    def __init__(self, app: ASGIApp, keys: Iterable[str], protect_metrics: bool) -> None:
+        self._app = app
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+        self._open = OPEN_PATHS if protect_metrics else OPEN_PATHS | {"/metrics"}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not self._digests:
+            await self._app(scope, receive, send)
+            return
+        digest = hashlib.sha256(_sent_key(Headers(scope=scope)).encode()).digest()
+        # Every key is compared, in constant time; never `request.url`, which the Host header can bend.
+        known = sum([hmac.compare_digest(digest, expected) for expected in self._digests])
+        if not known and scope["path"] not in self._open:
+            error = AuthenticationError("The API key is missing or wrong.")
+            await error_response(error)(scope, receive, send)
+            return
+        if known:
+            scope.setdefault("state", {})["key_digest"] = digest
+        await self._app(scope, receive, send)
+
+
+def _sent_key(headers: Headers) -> str:
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")

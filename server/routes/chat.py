@@ -1,0 +1,163 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import orjson
+from fastapi import APIRouter, Request, Response
+
+from server.answer import respond
+from server.body import parse_body
+from server.generation import Generation, Job
+from server.logprobs import chat_logprobs, prompt_logprobs
+from server.protocol.chat import ChatFields, ChatRequest
+from server.service import Caller, Service, service_of
+from server.sse import DONE, Frames
+from server.streams import SequenceResult, StreamOptions, TextEvent
+from server.template import Chat
+
+router = APIRouter()
+THREAD_TOKENS = 512
+"""An answer with the logprobs of more tokens is put together in a thread."""
+
+
+@router.post("/v1/chat/completions")
+async def create_chat_completion(http: Request) -> Response:
+    """Answer a conversation."""
+    service = service_of(http)
+    arrival = service.clock()
+    body = await parse_body(http, ChatRequest)
+    model = service.check_model(body.model)
+    service.require()
+    generation = Generation(service, "chat", body.n, arrival)
+    answer = ChatAnswer(service, generation, body, model, service.caller(http, body.cache_salt, body.user))
+    return await respond(http, answer, body.stream)
+
+
+def conversation(body: ChatFields) -> Chat:
+    """What the template gets."""
+    return Chat(
+        messages=[message.model_dump(exclude_none=True) for message in body.messages],
+        add_generation_prompt=body.generation_prompt,
+        continue_final_message=body.continue_final_message,
+        kwargs=body.chat_template_kwargs,
+    )
+
+
+class ChatAnswer:
+    def __init__(self, service: Service, generation: Generation, body: ChatRequest, model: str, caller: Caller) -> None:
+        self.generation = generation
+        self._service = service
+        self._body = body
+        self._caller = caller
+        self._fixed: dict[str, Any] = {
+            "id": f"chatcmpl-{generation.id}",
+            "object": "chat.completion.chunk" if body.stream else "chat.completion",
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": service.fingerprint,
+        }
+
+    async def start(self) -> None:
+        body, loaded = self._body, self._service.require()
+        prompts = loaded.prompts
+        prompt = await prompts.chat(conversation(body), add_special_tokens=body.add_special_tokens)
+        params = loaded.sampling.params(
+            body,
+            max_tokens=prompts.max_tokens(len(prompt.ids), body.limit, param="messages"),
+            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            prompt_logprobs=body.prompt_logprobs,
+        )
+        caller = self._caller
+        options = StreamOptions(
+            stop=tuple(body.stop),
+            include_stop=body.include_stop_str_in_output,
+            skip_special_tokens=body.skip_special_tokens,
+            min_tokens=body.min_tokens,
+            token_ids=body.return_token_ids,
+            new_text=not body.continue_final_message,
+        )
+        job = Job(prompt.ids, params, body.n, body.priority, caller.tenant, caller.salt)
+        self.generation.submit([job], options)
+
+    async def frames(self) -> AsyncGenerator[bytes, None]:
+        frames = Frames(self._fixed, null_usage=self._body.include_usage)
+
+        def framed(choices: list[bytes]) -> bytes:
+            if not self._body.usage_in_every_chunk:
+                return b"".join(map(frames.chunk, choices))
+            usage = self.generation.usage()
+            return b"".join(frames.with_usage(choice, usage) for choice in choices)
+
+        yield framed([self._role(index) for index in range(self._body.n)])
+        async for _, batch in self.generation.batches():
+            if choices := [choice for event in batch for choice in self._chunks(event)]:
+                yield framed(choices)
+        yield frames.with_usage(b"", self.generation.usage()) + DONE if self._body.include_usage else DONE
+
+    async def whole(self) -> bytes:
+        (results,) = await self.generation.collect()
+        usage = self.generation.usage()
+        scored = self._body.logprobs or self._body.prompt_logprobs is not None
+        if scored and usage["total_tokens"] > THREAD_TOKENS:
+            return await asyncio.to_thread(self._whole, results, usage)
+        return self._whole(results, usage)
+
+    def _whole(self, results: list[SequenceResult], usage: dict[str, Any]) -> bytes:
+        body, stream = self._body, self.generation.streams[0]
+        whole = {**self._fixed, "choices": list(map(self._choice, results)), "usage": usage}
+        if body.return_token_ids:
+            whole["prompt_token_ids"] = stream.submit.prompt_ids
+        if body.prompt_logprobs is not None and self._service.loaded is not None:
+            tokenizer, values = self._service.loaded.tokenizer, stream.prompt_values or []
+            whole["prompt_logprobs"] = prompt_logprobs(tokenizer, stream.submit.prompt_ids, values)
+        return orjson.dumps(whole)
+
+    def _choice(self, result: SequenceResult) -> dict[str, Any]:
+        logprobs = None
+        if result.logprobs is not None:
+            logprobs = {"content": chat_logprobs(result.logprobs), "refusal": None}
+        choice: dict[str, Any] = {
+            "index": result.index,
+            "message": {"role": "assistant", "content": result.text, "refusal": None},
+            "logprobs": logprobs,
+            "finish_reason": result.finish_reason,
+            "stop_reason": result.stop_reason,
+        }
+        if self._body.return_token_ids:
+            choice["token_ids"] = result.token_ids
+        return choice
+
+    def _role(self, index: int) -> bytes:
+        """The first chunk of a choice."""
+        choice: dict[str, Any] = {
+            "index": index,
+            "delta": {"role": "assistant", "content": ""},
+            "logprobs": None,
+            "finish_reason": None,
+        }
+        if self._body.return_token_ids:
+            choice["prompt_token_ids"] = self.generation.streams[0].submit.prompt_ids
+        return orjson.dumps(choice)
+
+    def _chunks(self, event: TextEvent) -> list[bytes]:
+        """A chunk with what the event brought, where it brought anything, and one with the end, where it is one."""
+        chunks = []
+        if event.text or event.logprobs or (self._body.return_token_ids and event.token_ids):
+            choice: dict[str, Any] = {
+                "index": event.index,
+                "delta": {"content": event.text},
+                "logprobs": {"content": chat_logprobs(event.logprobs), "refusal": None} if event.logprobs else None,
+                "finish_reason": None,
+            }
+            if self._body.return_token_ids:
+                choice["token_ids"] = event.token_ids
+            chunks.append(orjson.dumps(choice))
+        if event.finish_reason is not None:
+            end = {"index": event.index, "delta": {}, "logprobs": None, "finish_reason": event.finish_reason}
+            chunks.append(orjson.dumps({**end, "stop_reason": event.stop_reason}))
+        return chunks

@@ -1,0 +1,153 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+import orjson
+from fastapi import APIRouter, Request, Response
+
+from server.answer import respond
+from server.body import parse_body
+from server.generation import Generation, Job
+from server.logprobs import TokenEntry, completion_logprobs, prompt_logprobs
+from server.protocol.completions import CompletionRequest
+from server.service import Caller, Service, service_of
+from server.sse import DONE, Frames
+from server.streams import SequenceResult, StreamOptions, TextEvent
+
+router = APIRouter()
+THREAD_TOKENS = 512
+"""An answer with the logprobs of more tokens is put together in a thread."""
+
+
+@router.post("/v1/completions")
+async def create_completion(http: Request) -> Response:
+    """Continue text."""
+    service = service_of(http)
+    arrival = service.clock()
+    body = await parse_body(http, CompletionRequest)
+    model = service.check_model(body.model)
+    service.require()
+    generation = Generation(service, "completions", len(body.prompt) * body.n, arrival)
+    answer = CompletionAnswer(service, generation, body, model, service.caller(http, body.cache_salt, body.user))
+    return await respond(http, answer, body.stream)
+
+
+class CompletionAnswer:
+    def __init__(
+        self, service: Service, generation: Generation, body: CompletionRequest, model: str, caller: Caller
+    ) -> None:
+        self.generation = generation
+        self._service = service
+        self._body = body
+        self._caller = caller
+        self._fixed = {
+            "id": f"cmpl-{generation.id}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": service.fingerprint,
+        }
+        self._begun: set[int] = set()
+        """Choices that have had their first chunk."""
+
+    async def start(self) -> None:
+        body, loaded = self._body, self._service.require()
+        prompts = loaded.prompts
+        texts = body.prompt
+        if body.truncate_prompt_tokens is not None:
+            texts = [await self._truncated(prompt) for prompt in texts]
+        built = await prompts.completion(texts, add_special_tokens=body.add_special_tokens)
+        scored = body.logprobs if body.echo else None
+        wanted = [k for k in (scored, body.prompt_logprobs) if k is not None]
+        jobs = []
+        for prompt in built:
+            given = body.max_tokens if "max_tokens" in body.model_fields_set else None
+            params = loaded.sampling.params(
+                body,
+                max_tokens=prompts.max_tokens(len(prompt.ids), given, param="prompt", default=body.max_tokens),
+                logprobs=body.logprobs,
+                prompt_logprobs=max(wanted, default=None),
+            )
+            caller = self._caller
+            jobs.append(Job(prompt.ids, params, body.n, body.priority, caller.tenant, caller.salt))
+        options = StreamOptions(
+            stop=tuple(body.stop),
+            include_stop=body.include_stop_str_in_output,
+            skip_special_tokens=body.skip_special_tokens,
+            min_tokens=body.min_tokens,
+            echo=body.echo,
+            token_ids=body.return_token_ids,
+        )
+        self.generation.submit(jobs, options)
+
+    async def frames(self) -> AsyncGenerator[bytes, None]:
+        frames = Frames(self._fixed, null_usage=self._body.include_usage)
+        running_usage = self._body.usage_in_every_chunk
+        async for number, batch in self.generation.batches():
+            choices = [orjson.dumps(self._chunk(number, event)) for event in batch]
+            if running_usage:
+                usage = self.generation.usage()
+                yield b"".join(frames.with_usage(choice, usage) for choice in choices)
+            else:
+                yield b"".join(map(frames.chunk, choices))
+        yield frames.with_usage(b"", self.generation.usage()) + DONE if self._body.include_usage else DONE
+
+    async def whole(self) -> bytes:
+        results = await self.generation.collect()
+        usage = self.generation.usage()
+        scored = self._body.logprobs is not None or self._body.prompt_logprobs is not None
+        if scored and usage["total_tokens"] > THREAD_TOKENS:
+            return await asyncio.to_thread(self._whole, results, usage)
+        return self._whole(results, usage)
+
+    def _whole(self, results: list[list[SequenceResult]], usage: dict[str, Any]) -> bytes:
+        choices = [self._choice(number, result) for number, prompt in enumerate(results) for result in prompt]
+        return orjson.dumps({**self._fixed, "choices": choices, "usage": usage})
+
+    def _choice(self, number: int, result: SequenceResult) -> dict[str, Any]:
+        choice = self._shape(number, result.index, result.text, result.logprobs, result.finish_reason)
+        choice["stop_reason"] = result.stop_reason
+        stream = self.generation.streams[number]
+        if self._body.return_token_ids:
+            choice |= {"token_ids": result.token_ids, "prompt_token_ids": stream.submit.prompt_ids}
+        if self._body.prompt_logprobs is not None and self._service.loaded is not None:
+            tokenizer, values = self._service.loaded.tokenizer, stream.prompt_values or []
+            choice["prompt_logprobs"] = prompt_logprobs(tokenizer, stream.submit.prompt_ids, values)
+        return choice
+
+    def _chunk(self, number: int, event: TextEvent) -> dict[str, Any]:
+        choice = self._shape(number, event.index, event.text, event.logprobs, event.finish_reason)
+        if event.finish_reason is not None:
+            choice["stop_reason"] = event.stop_reason
+        if self._body.return_token_ids:
+            choice["token_ids"] = event.token_ids
+            if choice["index"] not in self._begun:
+                self._begun.add(choice["index"])
+                choice["prompt_token_ids"] = self.generation.streams[number].submit.prompt_ids
+        return choice
+
+    def _shape(
+        self, number: int, index: int, text: str, entries: Sequence[TokenEntry] | None, finish: str | None
+    ) -> dict[str, Any]:
+        return {
+            "index": number * self._body.n + index,
+            "text": text,
+            "logprobs": None if entries is None else completion_logprobs(entries),
+            "finish_reason": finish,
+        }
+
+    async def _truncated(self, prompt: str | list[int]) -> list[int]:
+        """The last (or first) so many tokens of a prompt; -1: as many as leave room for max_tokens."""
+        body, prompts = self._body, self._service.require().prompts
+        room = prompts.limits.max_model_len - max(1, body.max_tokens)
+        keep = max(1, room) if body.truncate_prompt_tokens in (None, -1) else body.truncate_prompt_tokens
+        ids = prompt
+        if isinstance(ids, str):
+            ids = await prompts.encode(ids, add_special_tokens=body.add_special_tokens)
+        assert keep is not None
+        return (ids[-keep:] if body.truncation_side == "left" else ids[:keep]) if keep else []

@@ -1,0 +1,44 @@
+"""Probes. They read flags, take no time, and never wait for the engine.
+
+/health   the process and its engine work                    503: loading, dead, hung
+/ready    and it takes new requests                          503: draining too
+"""
+
+from __future__ import annotations
+
+import orjson
+from fastapi import APIRouter, Request, Response
+
+from server.service import service_of
+from server.version import VERSION
+
+router = APIRouter()
+PROBE = ["GET", "HEAD"]
+
+
+def _state(state: str, healthy: frozenset[str]) -> Response:
+    status = 200 if state in healthy else 503
+    headers = {"Retry-After": "5"} if status == 503 else {}
+    return Response(orjson.dumps({"status": state}), status, headers=headers, media_type="application/json")
+
+
+@router.api_route("/livez", methods=PROBE, include_in_schema=False)
+@router.api_route("/healthz", methods=PROBE, include_in_schema=False)
+@router.api_route("/ping", methods=PROBE, include_in_schema=False)
+@router.api_route("/health", methods=PROBE, operation_id="health")
+async def health(http: Request) -> Response:
+    """Alive: 503 while the model is loaded, and once the engine is dead or hung."""
+    return _state(service_of(http).state, frozenset({"ready", "draining"}))
+
+
+@router.api_route("/readyz", methods=PROBE, include_in_schema=False)
+@router.api_route("/ready", methods=PROBE, operation_id="ready")
+async def ready(http: Request) -> Response:
+    """Taking requests: also 503 while the server drains."""
+    return _state(service_of(http).state, frozenset({"ready"}))
+
+
+@router.get("/version")
+async def version() -> Response:
+    """Of this server."""
+    return Response(orjson.dumps({"version": VERSION}), media_type="application/json")

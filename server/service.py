@@ -1,0 +1,99 @@
+"""What all routes share: the engine's client, admission, metrics, and the model once it is loaded."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from starlette.requests import Request
+
+from model.tokenizer import Tokenizer
+from scheduler.messages import Ready
+from server.admission import Admission
+from server.engine_client import EngineClient
+from server.errors import NotFound, Unavailable
+from server.metrics import Metrics
+from server.prompts import PromptBuilder
+from server.sampling import Sampling
+from server.settings import Settings
+from server.version import VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Everything there is once the engine serves."""
+
+    ready: Ready
+    tokenizer: Tokenizer
+    prompts: PromptBuilder
+    sampling: Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who asks, as far as scheduling and the prefix cache care."""
+
+    tenant: str
+    salt: bytes
+    """Requests of different salts share no cached block: other keys' prompts cannot be told from timing."""
+
+
+@dataclass(slots=True)
+class Service:
+    """One server. Its parts change only on the event loop's thread."""
+
+    settings: Settings
+    client: EngineClient
+    admission: Admission
+    metrics: Metrics
+    names: tuple[str, ...]
+    """Of the model: its own first, then aliases."""
+    loaded: Loaded | None = None
+    draining: bool = False
+    clock: Callable[[], float] = time.monotonic
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes where the same request could give another text."""
+        ready = self.loaded.ready if self.loaded is not None else None
+        return f"octavo-{VERSION}" + (f"-{ready.device}-{ready.dtype}-{ready.attention}" if ready is not None else "")
+
+    @property
+    def state(self) -> str:
+        """loading, ready, draining, stalled or dead."""
+        if self.client.gone.is_set():
+            return "dead"
+        if self.draining:
+            return "draining"
+        if self.loaded is None:
+            return "loading"
+        return "stalled" if self.client.stalled else "ready"
+
+    def require(self) -> Loaded:
+        """What a request needs. Raises Unavailable while there is none, or no more."""
+        state = self.state
+        if self.loaded is None or state in ("dead", "draining", "loading"):
+            reason = {"dead": "The engine has stopped", "draining": "The server is shutting down"}
+            raise Unavailable(f"{reason.get(state, 'The model is being loaded')}; try again later.")
+        return self.loaded
+
+    def caller(self, http: Request, cache_salt: str | None, user: str) -> Caller:
+        """From the key that `ApiKeys` found, else from what the request says."""
+        digest: bytes = http.scope.get("state", {}).get("key_digest", b"")
+        return Caller(digest.hex()[:16] or user, digest + (cache_salt or "").encode())
+
+    def check_model(self, name: str | None) -> str:
+        """The name under which to answer; no name means the only model. Raises NotFound."""
+        if name is None:
+            return self.names[0]
+        if name not in self.names:
+            raise NotFound(f"The model {name[:256]!a} does not exist.", param="model", code="model_not_found")
+        return name
+
+
+def service_of(http: Request) -> Service:
+    service = http.app.state.service
+    assert isinstance(service, Service)
+    return service
