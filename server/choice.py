@@ -158,9 +158,10 @@ class Choice:
             self.pending_chars += len(text)
             self._sent += len(text)
         entries = self._entries
-        while entries and entries[0].offset + len(entries[0].text) <= self._sent:
-            # Tokens of an incomplete character wait for it, the last also for the U+FFFD that an end would make of it.
-            if self._detokenizer.incomplete and (len(entries) == 1 or entries[0].offset == self._length):
+        # A token that added nothing yet waits for text behind it: a stop string may still cut before that.
+        while entries and entries[0].offset + (len(entries[0].text) or 1) <= self._sent:
+            # The last one also waits while a character is incomplete: an end would make U+FFFD of it.
+            if len(entries) == 1 and self._detokenizer.incomplete:
                 break
             self._event_entries.append(entries.popleft())
 
