@@ -51,8 +51,9 @@ def cpu_computes(dtype: torch.dtype) -> bool:
 def choose_precision(dtype: str, kv_dtype: str, stored: str, device: torch.device) -> Precision:
     """Turn `--dtype`, `--kv-cache-dtype` and the type of the stored weights into a Precision.
 
-    auto on a CPU: bfloat16 where it has the instructions, else float32; auto on a GPU: the stored type, or bfloat16.
-    The pool's auto is 16 bits wherever `dtype` is auto, so that a budget holds the same number of tokens everywhere.
+    auto on a CPU: bfloat16 where it has the instructions, else float32; auto on a GPU: float16 where the weights are
+    stored so, else bfloat16. The pool's auto is 16 bits wherever `dtype` is auto, so that a budget holds the same
+    number of tokens everywhere; else `dtype`.
     Raises ModelError for a name that is not known.
     """
     for flag, value in (("--dtype", dtype), ("--kv-cache-dtype", kv_dtype)):

@@ -1,0 +1,97 @@
+"""Executes batches: copies, packed inputs, forward pass, sampling. Owns every tensor: the weights and the pool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvpool.storage import KVStorage
+from model.attention.reference import clean
+from model.batch import NO_TOKEN, Batch, Pending, Row, StepResult
+from model.decoder import Model
+from model.inputs import InputBuilder, draws
+from model.logprobs import prompt_logprobs
+from model.params import Logprob
+from model.sampler import Sampler
+
+PROMPT_ROWS = 64
+"""Prompt positions whose logits exist at once."""
+
+
+class Runner:
+    """See `model.batch.Executor`. Depth 0 on a CPU; on a GPU `execute` only enqueues, and `result` waits."""
+
+    def __init__(self, model: Model, storage: KVStorage, max_num_batched_tokens: int) -> None:
+        self.model = model
+        self.storage = storage
+        self._builder = InputBuilder(max_num_batched_tokens, storage.block_size, storage.data.device)
+        self._sampler = Sampler()
+
+    def execute(self, batch: Batch) -> Pending:
+        """Enqueue a step. ValueError where it is larger than the runner, or a row's table is too short."""
+        with torch.inference_mode():
+            if batch.copies:
+                self.storage.copy(batch.copies)
+            if not batch.rows:
+                return Step(lambda: StepResult([], [], []))
+            inputs = self._builder.build(batch)
+            clean(self.storage, inputs.opened)
+            hidden = self.model.forward(inputs, self.storage)
+            drawing = [row for row in batch.rows if draws(row)]
+            logits = self.model.logits(hidden.index_select(0, inputs.sampled)) if drawing else None
+            prompts = self._prompts(batch.rows, inputs.row_starts.tolist(), hidden)
+        return Step(lambda: self._collect(batch.rows, drawing, logits, prompts))
+
+    def _collect(
+        self, rows: list[Row], drawing: list[Row], logits: Tensor | None, prompts: dict[int, tuple[Tensor, list[int]]]
+    ) -> StepResult:
+        result = StepResult([NO_TOKEN] * len(rows), [None] * len(rows), [None] * len(rows))
+        with torch.inference_mode():
+            if logits is not None:
+                tokens, logprobs = self._sampler.sample(logits, drawing)
+                numbers = [number for number, row in enumerate(rows) if draws(row)]
+                for number, token, logprob in zip(numbers, tokens, logprobs, strict=True):
+                    result.tokens[number] = token
+                    result.logprobs[number] = logprob
+            for number, row in enumerate(rows):
+                if row.params.prompt_logprobs is not None:
+                    result.prompt_logprobs[number] = []
+            for number, (hidden, following) in prompts.items():
+                k = rows[number].params.prompt_logprobs
+                assert k is not None
+                values: list[Logprob] = []
+                for begin in range(0, len(following), PROMPT_ROWS):
+                    logits = self.model.logits(hidden[begin : begin + PROMPT_ROWS])
+                    values += prompt_logprobs(logits, following[begin : begin + PROMPT_ROWS], k)
+                result.prompt_logprobs[number] = values
+        return result
+
+    def _prompts(self, rows: list[Row], row_starts: list[int], hidden: Tensor) -> dict[int, tuple[Tensor, list[int]]]:
+        """Per row that wants prompt logprobs: hidden states [n, hidden] and the n prompt tokens that follow them."""
+        found = {}
+        for number, row in enumerate(rows):
+            count = min(row.start + row.count, row.prompt_len - 1) - row.start
+            if row.params.prompt_logprobs is not None and count > 0:
+                begin = row_starts[number]
+                following = row.tokens[row.start + 1 : row.start + 1 + count]
+                found[number] = (hidden[begin : begin + count], following)
+        return found
+
+
+@dataclass(slots=True)
+class Step:
+    """A step under way: `finish` waits for it, once."""
+
+    finish: Callable[[], StepResult]
+    done: StepResult | None = None
+
+    def result(self) -> StepResult:
+        if self.done is None:
+            self.done = self.finish()
+        return self.done
+
+
+__all__ = ["Runner", "Step"]
