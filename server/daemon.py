@@ -22,7 +22,7 @@ import uvicorn
 
 from model.errors import ModelError
 from model.source import ModelSource, resolve
-from model.tokenizer import GenerationDefaults, load_tokenizer
+from model.tokenizer import GenerationDefaults, Tokenizer, load_tokenizer
 from scheduler.messages import Progress, Ready
 from server.admission import Admission
 from server.app import create_app
@@ -67,41 +67,65 @@ def bind(host: str, port: int) -> socket.socket:
         raise StartError(f"cannot listen on {host} port {port}: {reason}") from None
 
 
+def make_service(settings: Settings, names: tuple[str, ...]) -> Service:
+    """A service whose engine is not connected yet. On a running event loop."""
+    client = EngineClient()
+    admission = Admission(
+        settings.max_num_seqs, settings.max_queued_requests, settings.max_queued_tokens, lambda: client.queued_tokens
+    )
+    service = Service(settings, client, admission, Metrics(), names)
+    client.on_progress = report
+    client.on_step = service.metrics.step
+    client.on_gap = service.metrics.inter_token.observe
+    return service
+
+
+def make_http(service: Service) -> uvicorn.Server:
+    """The HTTP server of a service."""
+    config = uvicorn.Config(
+        create_app(service),
+        http="h11",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        h11_max_incomplete_event_size=HEADER_BYTES,
+        timeout_graceful_shutdown=CLOSE_SECONDS,
+    )
+    return _Uvicorn(config)
+
+
+def make_loaded(settings: Settings, tokenizer: Tokenizer, ready: Ready) -> Loaded:
+    """What requests need of the model. Raises StartError where the chat template is of no use."""
+    try:
+        template = settings.chat_template
+        prompts = PromptBuilder(
+            tokenizer,
+            PromptLimits(ready.max_model_len, ready.vocab_size, ready.num_blocks, ready.block_size),
+            template=None if template is None else template.read_text(encoding="utf-8"),
+            allow_special_in_content=settings.allow_special_tokens_in_content,
+        )
+    except (RequestError, OSError, UnicodeError) as error:
+        raise StartError(f"--chat-template {settings.chat_template or 'of the model'}: {error}") from None
+    defaults = tokenizer.generation_defaults if settings.generation_config == "auto" else GenerationDefaults()
+    if defaults != GenerationDefaults():
+        report(Progress("sampling", f"defaults of the model's generation_config: {defaults}"))
+    return Loaded(ready, tokenizer, prompts, Sampling(tokenizer, defaults, ready.vocab_size, settings.seed))
+
+
 class Daemon:
     """Owns the service, the engine's supervisor and the HTTP server."""
 
     def __init__(self, settings: Settings, sock: socket.socket, source: ModelSource, worker: Sequence[str]) -> None:
-        names = tuple(settings.served_model_name) or (source.name,)
-        client = EngineClient()
-        admission = Admission(
-            settings.max_num_seqs,
-            settings.max_queued_requests,
-            settings.max_queued_tokens,
-            lambda: client.queued_tokens,
-        )
-        self.service = Service(settings, client, admission, Metrics(), names)
-        client.on_progress = report
-        client.on_step = self.service.metrics.step
-        client.on_gap = self.service.metrics.inter_token.observe
+        self.service = make_service(settings, tuple(settings.served_model_name) or (source.name,))
         self._settings = settings
         self._source = source
         self._sock = sock
-        self._supervisor = Supervisor(client, settings.engine(), worker)
+        self._supervisor = Supervisor(self.service.client, settings.engine(), worker)
         self._stopping = asyncio.Event()
         self._signals = 0
-        self._http = _Uvicorn(
-            uvicorn.Config(
-                create_app(self.service),
-                http="h11",
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                h11_max_incomplete_event_size=HEADER_BYTES,
-                timeout_graceful_shutdown=CLOSE_SECONDS,
-            )
-        )
+        self._http = make_http(self.service)
 
     async def run(self) -> int:
         """Serve until told to stop; the exit status. Raises StartError where the engine cannot start."""
@@ -135,27 +159,12 @@ class Daemon:
 
     async def _load(self) -> None:
         """Everything between an open port and a server that is ready."""
-        settings = self._settings
         try:
             tokenizer = await asyncio.to_thread(load_tokenizer, self._source)
-            ready: Ready = await asyncio.shield(self.service.client.ready)
-            limits = PromptLimits(ready.max_model_len, ready.vocab_size, ready.num_blocks, ready.block_size)
-            template = settings.chat_template
-            prompts = PromptBuilder(
-                tokenizer,
-                limits,
-                template=None if template is None else template.read_text(encoding="utf-8"),
-                allow_special_in_content=settings.allow_special_tokens_in_content,
-            )
+            ready = await asyncio.shield(self.service.client.ready)
         except (EngineFailed, ModelError) as error:
             raise StartError(str(error)) from None
-        except (RequestError, OSError, UnicodeError) as error:
-            raise StartError(f"--chat-template {settings.chat_template}: {error}") from None
-        defaults = tokenizer.generation_defaults if settings.generation_config == "auto" else GenerationDefaults()
-        if defaults != GenerationDefaults():
-            report(Progress("sampling", f"defaults of the model's generation_config: {defaults}"))
-        sampling = Sampling(tokenizer, defaults, ready.vocab_size, settings.seed)
-        self.service.loaded = Loaded(ready, tokenizer, prompts, sampling)
+        self.service.loaded = make_loaded(self._settings, tokenizer, ready)
         # What is loaded stays; a collector that walks it again and again would only cost pauses.
         gc.collect()
         gc.freeze()
