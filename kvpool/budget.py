@@ -142,8 +142,8 @@ def plan_pool(layout: KVLayout, budget: Budget, max_model_len: int) -> PoolPlan:
     num_blocks = budget.bytes // layout.block_bytes
     if num_blocks < MIN_BLOCKS:
         raise BudgetError(
-            f"the KV cache needs at least {format_bytes(MIN_BLOCKS * layout.block_bytes)} (padding and one row of "
-            f"blocks: {layout.block_size} tokens x {layout.bytes_per_token:,} bytes), but gets "
-            f"{format_bytes(budget.bytes)} ({budget.source}): raise --kv-cache-memory"
+            f"the KV cache needs at least {MIN_BLOCKS * layout.block_bytes:,} bytes (padding and one row of blocks: "
+            f"{layout.block_size} tokens x {layout.bytes_per_token:,} bytes), but gets {budget.bytes:,} bytes "
+            f"({budget.source}): raise --kv-cache-memory"
         )
     return PoolPlan(layout, budget, max_model_len, num_blocks)
