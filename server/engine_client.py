@@ -13,11 +13,8 @@ import asyncio
 import itertools
 import logging
 import socket
-import struct
 import time
 from collections.abc import Callable
-
-import msgspec
 
 from scheduler.messages import (
     Abort,
@@ -30,22 +27,16 @@ from scheduler.messages import (
     StepOutput,
     ToEngine,
 )
+from scheduler.wire import WireError, frame, from_engine_frames
 from server.errors import EngineError, RequestError, Unavailable
 from server.streams import RequestStream
 
-HEADER = struct.Struct(">I")
-ENCODER = msgspec.msgpack.Encoder()
-
 log = logging.getLogger("octavo.engine")
 
+READ_BYTES = 1 << 16
 STALL_SECONDS = 30.0
 """With work pending, an engine that says nothing for so long is hung."""
 ENGINE_GONE = "The engine stopped while it worked on this request."
-
-
-def encode_frame(message: ToEngine | EngineConfig) -> bytes:
-    payload = ENCODER.encode(message)
-    return HEADER.pack(len(payload)) + payload
 
 
 class EngineFailed(Exception):
@@ -71,7 +62,6 @@ class EngineClient:
         """Told the time between two steps that brought tokens of the same request."""
         self._clock = clock
         self._ids = itertools.count(1)
-        self._decoder = msgspec.msgpack.Decoder(FromEngine)
         self._writer: asyncio.StreamWriter | None = None
         self._heard = 0.0
 
@@ -93,13 +83,14 @@ class EngineClient:
         """Tell the engine its configuration, then read until it closes the connection. Never raises for its death."""
         reader, self._writer = await asyncio.open_connection(sock=sock)
         try:
-            self._writer.write(encode_frame(config))
-            while True:
-                size = HEADER.unpack(await reader.readexactly(HEADER.size))[0]
-                self._receive(self._decoder.decode(await reader.readexactly(size)))
-        except (asyncio.IncompleteReadError, ConnectionError):
+            self._writer.write(frame(config))
+            frames = from_engine_frames()
+            while data := await reader.read(READ_BYTES):
+                for message in frames.feed(data):
+                    self._receive(message)
+        except ConnectionError:
             pass
-        except (msgspec.DecodeError, ValueError):
+        except WireError:
             log.exception("the engine sent what is no message")
         finally:
             self._end()
@@ -135,7 +126,7 @@ class EngineClient:
 
     def _send(self, message: ToEngine) -> None:
         if self._writer is not None and not self.gone.is_set():
-            self._writer.write(encode_frame(message))
+            self._writer.write(frame(message))
 
     def _receive(self, message: FromEngine) -> None:
         self._heard = self._clock()

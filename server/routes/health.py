@@ -13,7 +13,6 @@ from server.service import service_of
 from server.version import VERSION
 
 router = APIRouter()
-PROBE = ["GET", "HEAD"]
 
 
 def _state(state: str, healthy: frozenset[str]) -> Response:
@@ -22,17 +21,19 @@ def _state(state: str, healthy: frozenset[str]) -> Response:
     return Response(orjson.dumps({"status": state}), status, headers=headers, media_type="application/json")
 
 
-@router.api_route("/livez", methods=PROBE, include_in_schema=False)
-@router.api_route("/healthz", methods=PROBE, include_in_schema=False)
-@router.api_route("/ping", methods=PROBE, include_in_schema=False)
-@router.api_route("/health", methods=PROBE, operation_id="health")
+@router.head("/health", include_in_schema=False)
+@router.get("/livez", include_in_schema=False)
+@router.get("/healthz", include_in_schema=False)
+@router.get("/ping", include_in_schema=False)
+@router.get("/health")
 async def health(http: Request) -> Response:
     """Alive: 503 while the model is loaded, and once the engine is dead or hung."""
     return _state(service_of(http).state, frozenset({"ready", "draining"}))
 
 
-@router.api_route("/readyz", methods=PROBE, include_in_schema=False)
-@router.api_route("/ready", methods=PROBE, operation_id="ready")
+@router.head("/ready", include_in_schema=False)
+@router.get("/readyz", include_in_schema=False)
+@router.get("/ready")
 async def ready(http: Request) -> Response:
     """Taking requests: also 503 while the server drains."""
     return _state(service_of(http).state, frozenset({"ready"}))

@@ -10,7 +10,6 @@ import argparse
 import math
 import select
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable
@@ -34,8 +33,8 @@ from scheduler.messages import (
     Submit,
     ToEngine,
 )
+from scheduler.wire import HEADER_BYTES, frame
 
-HEADER = struct.Struct(">I")
 TOTAL_BLOCKS = 200
 BLOCK = 16
 READY = Ready(
@@ -131,9 +130,7 @@ class FakeEngine:
                 self.received.append(message)
                 if isinstance(message, Abort):
                     self.sequences = [
-                        s
-                        for s in self.sequences
-                        if s.submit.id != message.id or message.index not in (None, s.index)
+                        s for s in self.sequences if s.submit.id != message.id or message.index not in (None, s.index)
                     ]
                 elif self.fail_with is not None:
                     self._failed.append(message)
@@ -223,8 +220,7 @@ class FakeEngine:
         )
 
     def _frame(self) -> bytes:
-        (size,) = HEADER.unpack(self._read(HEADER.size))
-        return self._read(size)
+        return self._read(int.from_bytes(self._read(HEADER_BYTES), "big"))
 
     def _read(self, size: int) -> bytes:
         data = b""
@@ -236,8 +232,7 @@ class FakeEngine:
         return data
 
     def _send(self, message: FromEngine) -> None:
-        payload = msgspec.msgpack.encode(message)
-        self.sock.sendall(HEADER.pack(len(payload)) + payload)
+        self.sock.sendall(frame(message))
 
 
 def logprob(token: int, k: int) -> Logprob:

@@ -96,7 +96,9 @@ def events(text: str) -> list[Any]:
 
 
 @contextlib.contextmanager
-def running(tokenizer: Tokenizer, engine: Callable[[FakeEngine], None] | None = None, **flags: Any) -> Iterator[Running]:
+def running(
+    tokenizer: Tokenizer, engine: Callable[[FakeEngine], None] | None = None, **flags: Any
+) -> Iterator[Running]:
     """Serve until the block is left. `engine` may turn the fake engine's knobs before it starts."""
     settings = Settings(**{"max_num_seqs": 8, **flags})
     ours, theirs = socket.socketpair()
