@@ -6,7 +6,7 @@
 Two small recursive least-squares filters (Haykin, Adaptive Filter Theory, ch. 9) with exponential forgetting, each fed
 only by the steps that say something about it: a long time without prompts must not make it forget what prompts cost.
 Errors are relative (a step's noise grows with its length) and clipped at three deviations, so that one stalled step
-moves the estimate by little more than an ordinary one, while a machine that stays slower is followed within some twenty.
+moves the estimate by little more than an ordinary one, while a machine that stays slower is followed in about twenty.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from scheduler.messages import Abort, EngineStats, FinishReason, Logprob, Prompt
 from scheduler.policy import Plan, SchedulerState, plan
 from scheduler.refusal import refusal
 from scheduler.report import Report
-from scheduler.sequence import Phase, Request, Sequence
+from scheduler.sequence import Phase, Request, Sequence, prefix_salt
 
 Message = Submit | Abort
 
@@ -127,7 +127,7 @@ class Engine:
             for index in range(max(1, submit.n)):
                 self._report.end(submit.id, index, FinishReason.ERROR, refused)
             return
-        request = Request(submit, self._capacity)
+        request = Request(submit, self._capacity, self._state.limits.rope_switch)
         self._requests[request.id] = request
         self._unborn += len(request.unborn)
         self._state.closed = False
@@ -241,7 +241,7 @@ class Engine:
                 counters.computed_tokens += count
             request = sequence.request
             if end // size > start // size:
-                self._state.pool.commit(sequence.table, sequence.tokens, end, request.salt)
+                self._state.pool.commit(sequence.table, sequence.tokens, end, sequence.salt)
             if request.prompt_values is not None:
                 self._collect_prompt(request, start, end, result.prompt_logprobs[number])
             if rows[number].samples:
@@ -271,6 +271,8 @@ class Engine:
         self._report.token(sequence, token, int(finish), logprob)
         if finish is not FinishReason.RUNNING:
             self._release(sequence)
+        elif len(sequence.tokens) - 1 == self._state.limits.rope_switch:
+            self._restart(sequence)
 
     def _finish(self, sequence: Sequence) -> FinishReason:
         """Whether the last token ends it."""
@@ -293,6 +295,15 @@ class Engine:
         self._state.waiting.add(sequence)
         self._state.closed = True
         self._counters.preemptions += 1
+
+    def _restart(self, sequence: Sequence) -> None:
+        """It has outgrown the short rotary factors: every key must be turned anew. It keeps its seat."""
+        self._state.pool.release(sequence.table)
+        switch = self._state.limits.rope_switch
+        sequence.salt = prefix_salt(sequence.request.salt, len(sequence.tokens), switch)
+        sequence.hashes = []
+        sequence.num_computed = 0
+        sequence.shared = 0
 
     def _fork(self, leader: Sequence) -> None:
         """The prompt is computed: its siblings begin, each by computing the prompt's last position in a block of its

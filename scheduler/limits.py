@@ -17,6 +17,9 @@ class Limits:
     """Tokens of one sequence, prompt and generated."""
     target_step_time: float | None = None
     """Seconds that a step with a prompt chunk in it should not exceed; None: no cost model, the token budget alone."""
+    rope_switch: int | None = None
+    """Longest sequence that uses a model's short rotary factors. One that grows past it is computed anew from its first
+    token, and the two kinds share no prefix. None: there is one kind."""
     min_chunk: int = 8
     """Prompt tokens that a step computes at least, whatever they cost: progress."""
     min_chunk_beside_decodes: int = 4

@@ -145,7 +145,7 @@ def _candidates(state: SchedulerState, step: Plan, running: Items[_Prompt], toke
     found: list[_Prompt] = []
     wanted = unfit = deferred = 0
     for sequence in tried[:MAX_TRIED]:
-        salt = sequence.request.salt
+        salt = sequence.salt
         hit = PrefixHit()
         if sequence.request.prompt_values is None:
             hashes = pool.hashes(sequence.tokens, salt, sequence.hashes)

@@ -51,7 +51,7 @@ class Request:
         "unborn",
     )
 
-    def __init__(self, submit: Submit, capacity: int) -> None:
+    def __init__(self, submit: Submit, capacity: int, rope_switch: int | None = None) -> None:
         """`capacity`: tokens that one sequence may hold at most (context, pool). `submit` has passed `refusal`."""
         self.id = submit.id
         self.salt = submit.salt
@@ -79,6 +79,8 @@ class Request:
             )
             for index in range(submit.n)
         ]
+        for sequence in self.sequences:
+            sequence.salt = prefix_salt(submit.salt, len(sequence.tokens), rope_switch)
         self.unborn: list[Sequence] = []
         if not resumed:
             self.unborn = self.sequences[1:]
@@ -107,6 +109,7 @@ class Sequence:
         "prompt_len",
         "rank",
         "request",
+        "salt",
         "shared",
         "table",
         "tokens",
@@ -121,6 +124,8 @@ class Sequence:
         """It ends with LENGTH as soon as it holds so many tokens."""
         self.rank = rank
         self.phase = Phase.WAITING
+        self.salt = b""
+        """Of its prefix hashes."""
         self.num_computed = 0
         self.table = BlockTable()
         self.hashes: list[bytes] = []
@@ -144,6 +149,13 @@ class Sequence:
     @property
     def generated(self) -> int:
         return len(self.tokens) - self.prompt_len
+
+
+def prefix_salt(salt: bytes, length: int, rope_switch: int | None) -> bytes:
+    """Keeps apart what must not share a block: other salts, and keys turned by the other kind of rotary factors."""
+    if rope_switch is None:
+        return salt
+    return (b"long:" if length > rope_switch else b"short:") + salt
 
 
 def without_prompt_logprobs(params: SamplingParams) -> SamplingParams:

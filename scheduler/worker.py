@@ -1,0 +1,94 @@
+"""The engine process: `python -m scheduler.worker --fd N`, a child of the API process.
+
+      EngineConfig ─▶ load: Progress* ─▶ Ready ─▶ loop: drain inbox, Engine.step, fill outbox ─▶ end of file: exit 0
+                                      └▶ Failed, exit 2 (a fault the user can mend)
+
+Its life hangs on the inherited socket: when the parent closes it, or dies however it may, this process ends, busy or
+idle. It blocks while nobody has work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Protocol
+
+from kvpool.budget import BudgetError
+from model.errors import ModelError
+from scheduler.channel import Channel, Closed
+from scheduler.config import EngineConfig
+from scheduler.engine import Message
+from scheduler.messages import Failed, Progress, Ready, StepOutput
+
+USER_ERRORS = (ModelError, BudgetError)
+"""Their messages are one line that the user can act on."""
+EXIT_USER_ERROR = 2
+
+
+class Steps(Protocol):
+    """What the loop needs of an Engine."""
+
+    @property
+    def has_work(self) -> bool: ...
+
+    def step(self, inbox: list[Message]) -> StepOutput: ...
+
+
+Report = Callable[[str, str], None]
+"""Told the stage of the start and a detail."""
+Factory = Callable[[EngineConfig, Report], tuple[Steps, Ready]]
+
+
+def run(sock: socket.socket, factory: Factory) -> int:
+    """Serve the other end of `sock` until it closes; the exit status. Owns the socket."""
+    channel = Channel(sock)
+    try:
+        try:
+            config = channel.config()
+            engine, ready = factory(config, lambda stage, detail: channel.send(Progress(stage, detail)))
+        except USER_ERRORS as error:
+            channel.send(Failed(str(error)))
+            channel.drain()
+            return EXIT_USER_ERROR
+        # What was made so far lives as long as the process: the collector need not look at it again.
+        gc.collect()
+        gc.freeze()
+        channel.send(ready)
+        while True:
+            channel.send(engine.step(channel.receive(wait=not engine.has_work)))
+    except Closed:
+        return 0
+    finally:
+        channel.close()
+
+
+def _assemble(config: EngineConfig, report: Report) -> tuple[Steps, Ready]:
+    report("import", "torch and the model code")
+    from scheduler.assembly import assemble  # Slow to import: say so first.
+
+    return assemble(config, report)
+
+
+def _end(signum: int, frame: FrameType | None) -> None:
+    sys.exit(0)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="scheduler.worker", description="The engine process; the server starts it.")
+    parser.add_argument("--fd", type=int, required=True, help="inherited socket")
+    sock = socket.socket(fileno=parser.parse_args().fd)
+    logging.basicConfig(level=logging.WARNING, format="engine: %(levelname)s %(name)s: %(message)s")
+    # Ctrl-C reaches the whole process group: the parent decides, and may want to drain first.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _end)
+    return run(sock, _assemble)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
