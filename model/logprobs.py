@@ -1,0 +1,56 @@
+"""Logprobs of the model's own distribution: before penalties, masks and temperature."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from model.params import Logprob
+
+FLOOR = -9999.0
+"""JSON has no -inf."""
+_SLAB = 1 << 23
+"""Logits looked at in one go: bounds what a long prompt takes beside its logits."""
+
+
+def token_logprobs(logits: torch.Tensor, tokens: Sequence[int], counts: Sequence[int]) -> list[Logprob]:
+    """Logprob and rank of one token per row, and of the row's likeliest `counts[i]` tokens, lower ids first in a tie.
+
+    logits: float32 [len(tokens), vocab], any device. Natural logarithms, never below FLOOR; NaN reads as FLOOR.
+    """
+    slab = max(1, _SLAB // logits.shape[1])
+    result: list[Logprob] = []
+    for start in range(0, len(tokens), slab):
+        part = slice(start, start + slab)
+        result += _slab_logprobs(logits[part], tokens[part], counts[part])
+    return result
+
+
+def prompt_logprobs(logits: torch.Tensor, next_tokens: Sequence[int], k: int) -> list[Logprob]:
+    """`token_logprobs` with the same k for all rows; row i's token is the prompt's next one."""
+    return token_logprobs(logits, next_tokens, [k] * len(next_tokens))
+
+
+def _slab_logprobs(logits: torch.Tensor, tokens: Sequence[int], counts: Sequence[int]) -> list[Logprob]:
+    width = min(max(counts), logits.shape[1])
+    ids = torch.tensor(tokens, dtype=torch.int64, device=logits.device).unsqueeze(1)
+    raw = logits.gather(1, ids)
+    norms = torch.logsumexp(logits, 1, keepdim=True)
+    ranks = ((logits > raw).sum(1) + 1).tolist()
+    chosen = _floored(raw - norms)[:, 0].tolist()
+    top, top_ids = (part.cpu().numpy() for part in torch.topk(logits, width, dim=1))
+    order = np.lexsort((top_ids, -top), axis=1)
+    top_ids = np.take_along_axis(top_ids, order, 1).tolist()
+    top_values = np.take_along_axis(_floored(torch.from_numpy(top) - norms.cpu()), order, 1).tolist()
+    return [
+        Logprob(logprob=value, rank=rank, top_ids=own_ids[:count], top_logprobs=own_values[:count])
+        for value, rank, own_ids, own_values, count in zip(chosen, ranks, top_ids, top_values, counts, strict=True)
+    ]
+
+
+def _floored(values: torch.Tensor) -> NDArray[np.float64]:
+    host = values.cpu().numpy().astype(np.float64)
+    return np.nan_to_num(np.maximum(host, FLOOR), nan=FLOOR)
