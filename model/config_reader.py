@@ -151,7 +151,7 @@ def _basics(config: Fields, architecture: str) -> ModelConfig:
     hidden_size = config.integer("hidden_size", 1, MAX_WIDTH)
     num_heads = config.integer("num_attention_heads", 1, MAX_WIDTH)
     one_head = config.boolean("multi_query", False) and not config.boolean("new_decoder_architecture", False)
-    num_kv_heads = config.integer("num_key_value_heads", 1, num_heads, 1 if one_head else num_heads)
+    num_kv_heads = 1 if one_head else config.integer("num_key_value_heads", 1, num_heads, num_heads)
     if num_heads % num_kv_heads:
         raise config.bad("num_key_value_heads", f"a divisor of num_attention_heads, {num_heads}")
     if not config.has("head_dim") and hidden_size % num_heads:

@@ -118,12 +118,29 @@ class _Cursor:
             self.strings += length
             if self.strings > MAX_STRINGS or length * 8 > len(self.data) - self.at:
                 raise ModelError(f"{key} claims {length} strings")
-            what = f"an item of {key}"
-            return [self.string(what) for _ in range(length)]
+            return self.strings_of(key, length)
         if kind not in _SCALARS:
             raise ModelError(f"{key} is an array of the unsupported type {kind}")
         dtype = np.dtype(_SCALARS[kind])
         return np.frombuffer(self.data, dtype, length, self.take(length * dtype.itemsize))
+
+    def strings_of(self, key: str, count: int) -> list[str]:
+        """`string` in a loop of its own: vocabularies and merges are half a million strings."""
+        data, at, end = self.data, self.at, len(self.data)
+        unpack = struct.Struct("<Q").unpack_from
+        strings: list[str] = []
+        for _ in range(count):
+            start = at + 8
+            length = unpack(data, at)[0] if start <= end else end
+            at = start + length
+            if at > end:
+                raise ModelError(f"the file ends at byte {end}, inside {key}")
+            try:
+                strings.append(data[start:at].decode())
+            except UnicodeDecodeError:
+                raise ModelError(f"an item of {key} is not UTF-8") from None
+        self.at = at
+        return strings
 
 
 class GGUFFile:
