@@ -90,14 +90,19 @@ class SpecialTokens:
         return self._encoder.encode(literal + probe, add_special_tokens=False)[1:] == alone
 
 
+def escaped(char: str) -> str:
+    """What `repr` and JSON without Unicode write for an unprintable character."""
+    return char.encode("unicode_escape").decode()
+
+
 def unused(value: Any, count: int, *texts: str) -> list[str]:
-    """`count` different characters that occur nowhere in a JSON-like value and the texts."""
+    """`count` different characters that occur nowhere in a JSON-like value and the texts, nor their escapes."""
     strings = [*_strings(value), *texts]
     found: list[str] = []
     # Noncharacters first: Unicode keeps them for such uses, so that the first ones nearly always do.
     for code in (*range(0xFDD0, 0xFDF0), *range(0x10FFFD, 0x100000, -1)):
         char = chr(code)
-        if not any(char in string for string in strings):
+        if not any(char in string or escaped(char) in string for string in strings):
             found.append(char)
             if len(found) == count:
                 return found

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from model.tokenizer import Tokenizer
 from server.detokenizer import decode
 from server.errors import CapacityExceeded, ContextTooLong, InvalidRequest, TemplateError
-from server.forgery import SpecialTokens, unused
+from server.forgery import SpecialTokens, escaped, unused
 from server.template import Chat, ChatTemplate
 
 T = TypeVar("T")
@@ -138,7 +138,8 @@ class PromptBuilder:
         guard, tag = unused(client, 2, self.template.source)
         special = self._special
         mark = str if special is None else lambda text: special.guarded(text, guard)
-        text = self.template.render(chat, mark, tag)
+        # Templates that print objects print a guard as its escape.
+        text = self.template.render(chat, mark, tag).replace(escaped(guard), guard)
         _encodable(text, "messages")
         self._bound(len(text), "messages")
         if special is None:

@@ -10,6 +10,9 @@ from hypothesis import settings
 from model.source import resolve
 from model.tokenizer import Tokenizer, load_tokenizer
 from model.tokenizer_parts import TokenizerParts
+from tests.server.running import server, shared
+
+__all__ = ["server", "shared"]
 
 # Two cores are shared with everything else that runs: no example is late.
 settings.register_profile("server", deadline=None)
