@@ -251,6 +251,9 @@ class RequestStream:
             piece = detokenizer.push(token)
             if self._scored:
                 value = next(values, None) if position else None
+                if value is not None:  # prompt_logprobs may have asked for more alternatives than logprobs
+                    k = self.submit.params.logprobs
+                    value = Logprob(value.logprob, value.rank, value.top_ids[:k], value.top_logprobs[:k])
                 shown = not options.skip_special_tokens or not vocabulary.is_special(token)
                 entries.append(token_entry(vocabulary, token, piece, offset, value, shown))
             pieces.append(piece)

@@ -62,7 +62,7 @@ class ChatTemplate:
             self._template, self.variables = self._sandbox.compile_chat(source)
         except jinja2.TemplateSyntaxError as fault:
             raise TemplateError(f"chat template, line {fault.lineno}: {_words(fault)}") from None
-        except RecursionError:
+        except (RecursionError, SyntaxError, MemoryError):  # of Python's own compiler
             raise TemplateError("chat template: nested too deeply") from None
         self._knows_developer = "developer" in source
 

@@ -370,6 +370,13 @@ def test_an_echoed_prompt_goes_on_in_the_output() -> None:
     assert all(result.text[entry.offset :].startswith(entry.text) for entry in entries)
 
 
+def test_an_echo_has_no_more_alternatives_than_the_output() -> None:
+    engine = Engine(["a", "b"], prompt=(1, 2), echo=True, logprobs=0)
+    engine.stream.prompt_logprobs(values(1))
+    (event,) = asyncio.run(engine.play([-1], read_all=False))
+    assert [entry.top for entry in event.logprobs or ()] == [None, ()]
+
+
 def test_an_echo_without_logprobs_is_there_at_once_and_holds_no_stops() -> None:
     engine = Engine(["END", "a", "E", "ND"], prompt=(1, 2), echo=True, stop=("END",), n=2)
 

@@ -178,6 +178,7 @@ def test_a_refusal_has_the_template_s_words() -> None:
         ("{{ '{0.__class__.__init__.__globals__}'.format(messages) }}", "unsafe"),
         ("{% macro f(n) %}{{ f(n) }}{% endmacro %}{{ f(1) }}", "recursion"),
         ("{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", "nested too deeply"),
+        ("{{ " + "[" * 250 + "x" + "]" * 250 + " }}", "nested too deeply"),
     ],
 )
 def test_any_failure_is_an_error_of_one_kind(source: str, words: str) -> None:
