@@ -4,22 +4,26 @@
             + c · prefill tokens + d · (prefill tokens · their context)    fitted on what is left of the others
 
 Two small least-squares fits with exponential forgetting, each fed only by the steps that say something about it: a
-long time without prompts must not make it forget what prompts cost. What is minimised is the error relative to the time
-that was taken, so a step that stalled for a minute weighs next to nothing. Coefficients are never negative (projected
-Gauss-Seidel on the normal equations), and what no step tells apart stays as it was (Levenberg's damping).
+long time without prompts must not make it forget what prompts cost. Errors are relative to the geometric mean of what
+was expected and what was measured, so a step that stalled for a minute moves little and a machine that stays slower is
+followed at once. Coefficients are never negative (projected Gauss-Seidel on the normal equations), and what no step
+tells apart stays as it was (Levenberg's damping).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import sqrt
 
 FORGETTING = 0.93
-"""Weight of a step after the next one: some fourteen steps count, a slower machine is followed in about thirty."""
+"""Weight of a step after the next one: some fourteen steps count."""
 DAMPING = 0.01
 """How much a coefficient resists change, in units of what the steps say about it."""
 SWEEPS = 4
 FLOOR = 1e-3
 """A coefficient stays above this share of its prior: a free prompt token would ask for endless chunks."""
+MAX_RATIO = 10.0
+"""Expectations that are further off say nothing about how much a step should count."""
 SHORTEST = 1e-5
 """Seconds; a step that took less is taken for one that took so much."""
 
@@ -106,9 +110,11 @@ class CostModel:
     def observe(self, work: Work, seconds: float) -> None:
         """Learn from a step that took `seconds` ≥ 0."""
         seconds = max(seconds, SHORTEST)
+        expected = min(max(self.seconds(work), seconds / MAX_RATIO), seconds * MAX_RATIO)
+        scale = sqrt(seconds * expected)
         decode = (1.0, float(work.rows), float(work.context))
         if work.prefill:
             rest = seconds - self._decode.predict(decode)
-            self._prefill.observe((float(work.prefill), work.product), rest, seconds)
+            self._prefill.observe((float(work.prefill), work.product), rest, scale)
         else:
-            self._decode.observe(decode, seconds, seconds)
+            self._decode.observe(decode, seconds, scale)
