@@ -3,7 +3,8 @@
       [a b c d] raises  →  [a b] fine, [c d] raises  →  [c] fine, [d] raises: d fails
 
 Trying again is sound: nothing of a step is committed before its result, a row writes only to positions ≥ its start in
-blocks that are its own, and it writes them again.
+blocks that are its own, and it writes them again. Block copies are not repeated, for their source may have been written
+to since: they are a step of their own, before.
 """
 
 from __future__ import annotations
@@ -36,9 +37,11 @@ class Broken:
 
 
 def launch(executor: Executor, batch: Batch) -> Pending:
-    """Enqueue a step. Whatever it raises comes with the result."""
+    """Enqueue a step. Whatever its rows raise comes with the result."""
+    if batch.copies:
+        executor.execute(Batch([], batch.copies)).result()
     try:
-        return executor.execute(batch)
+        return executor.execute(Batch(batch.rows))
     except Exception as error:
         return Broken(error)
 
@@ -54,20 +57,10 @@ def collect(executor: Executor, batch: Batch, pending: Pending) -> Outcome:
             return Outcome(StepResult([NO_TOKEN], [None], [None]), {0: error})
         whole = Outcome(StepResult([], [], []))
         for start, end in ((0, count // 2), (count // 2, count)):
-            part = _part(batch, start, end)
+            part = Batch(batch.rows[start:end])
             outcome = collect(executor, part, launch(executor, part))
             whole.result.tokens += outcome.result.tokens
             whole.result.logprobs += outcome.result.logprobs
             whole.result.prompt_logprobs += outcome.result.prompt_logprobs
             whole.failures.update({start + row: failure for row, failure in outcome.failures.items()})
         return whole
-
-
-def _part(batch: Batch, start: int, end: int) -> Batch:
-    """Some rows, with the copies into their blocks: a copy made again later would undo what was written since."""
-    rows = batch.rows[start:end]
-    copies = batch.copies
-    if copies:
-        mine = {block for row in rows for block in row.blocks}
-        copies = [copy for copy in copies if copy[1] in mine]
-    return Batch(rows, copies)

@@ -18,6 +18,7 @@ import pytest
 from kvpool.pool import KVPool
 from model.batch import BAD_LOGITS, NO_TOKEN, Batch, Row, StepResult
 from model.params import Logprob, SamplingParams
+from scheduler import estimate
 from scheduler.cost import CostModel
 from scheduler.engine import Engine, Message
 from scheduler.limits import Limits
@@ -72,7 +73,7 @@ class FakeRunner:
         """(start, count) of every row that was computed."""
 
     def execute(self, batch: Batch) -> Done:
-        self.advance(self.seconds(batch))
+        self.advance(self.seconds(batch) if batch.rows else 0.0)
         size = self.size
         for source, target in batch.copies:
             self.memory[target * size : (target + 1) * size] = self.memory[source * size : (source + 1) * size]
@@ -92,7 +93,8 @@ class FakeRunner:
             for position in range(row.start, row.start + row.count):
                 cell = row.tokens[position], position, len(row.tokens) > self.switch
                 self.memory[row.blocks[position // size] * size + position % size] = cell
-        self.batches.append([(row.start, row.count) for row in batch.rows])
+        if batch.rows:
+            self.batches.append([(row.start, row.count) for row in batch.rows])
         results = [self._result(row) for row in batch.rows]
         return Done(StepResult([r[0] for r in results], [r[1] for r in results], [r[2] for r in results]))
 
@@ -300,8 +302,12 @@ def world() -> type[World]:
     return World
 
 
-def words(rng: random.Random, count: int) -> list[int]:
-    return [rng.randrange(VOCAB) for _ in range(count)]
+@pytest.fixture
+def hopeful(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Admission that expects every sequence to end at once, so that the pool runs out all the time."""
+    monkeypatch.setattr(estimate, "FIRST_GUESS", 1)
+    monkeypatch.setattr(estimate, "MIN_REMAINING", 1)
+    monkeypatch.setattr(estimate, "QUANTILE", 0.0)
 
 
 @pytest.fixture

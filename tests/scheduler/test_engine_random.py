@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from scheduler import estimate
 from scheduler.limits import Limits
 from scheduler.messages import FinishReason
 
@@ -51,14 +50,6 @@ def add(world: World, rng: random.Random, stems: list[list[int]]) -> None:
         logprobs=rng.choice([None, 0]),
         **params,
     )
-
-
-@pytest.fixture
-def hopeful(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Admission that expects every sequence to end at once, so that the pool runs out all the time."""
-    monkeypatch.setattr(estimate, "FIRST_GUESS", 1)
-    monkeypatch.setattr(estimate, "MIN_REMAINING", 1)
-    monkeypatch.setattr(estimate, "QUANTILE", 0.0)
 
 
 @pytest.mark.usefixtures("hopeful")
