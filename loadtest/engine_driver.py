@@ -1,0 +1,194 @@
+"""The engine without HTTP: a closed loop over Engine.step, in this process."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from loadtest.client import clock
+from loadtest.outcome import Failure, Outcome
+from loadtest.report import row
+from loadtest.server_bench import progress, token_prompts
+from scheduler.config import EngineConfig
+from scheduler.messages import FinishReason, Ready, SamplingParams, StepOutput, Submit
+
+SAMPLING = ("temperature", "top_p", "top_k", "min_p")
+
+
+class Steps(Protocol):
+    """What is driven: an Engine."""
+
+    def step(self, inbox: Sequence[Submit] = ()) -> StepOutput: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step: what it computed, how long it took, and how full the pool was behind it."""
+
+    seconds: float
+    """From the call to its return."""
+    model_seconds: float
+    """Of them, in the runner."""
+    rows: int
+    prompt_tokens: int
+    """Computed in chunks; what was preempted and is computed again included."""
+    decodes: int
+    """Rows that computed one generated token each."""
+    blocks: int
+    """In use."""
+    tokens: int
+    """Held in them."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRun:
+    """A whole run, its steps in order."""
+
+    outcomes: list[Outcome]
+    steps: list[Step]
+    duration: float
+    preemptions: int
+
+
+def measure_engine(args: argparse.Namespace) -> tuple[Ready, EngineRun]:
+    """Build the engine, warm it up, run the workload. Raises ModelError, BudgetError or BadWorkload."""
+    from scheduler.assembly import assemble  # Brings in torch.
+
+    concurrency = args.max_concurrency or args.max_num_seqs
+    engine, ready = assemble(
+        EngineConfig(
+            model=args.engine or None,
+            device=args.device,
+            dtype=args.dtype,
+            max_model_len=args.max_model_len,
+            max_num_seqs=max(args.max_num_seqs, concurrency),
+            max_num_batched_tokens=args.max_num_batched_tokens,
+            kv_cache_memory=args.kv_cache_memory,
+            kv_cache_dtype=args.kv_cache_dtype,
+            block_size=args.block_size,
+            enable_prefix_caching=args.enable_prefix_caching,
+            target_step_time=args.target_step_time,
+        ),
+        lambda stage, detail: print(f"{stage}: {detail}", file=sys.stderr),
+    )
+    prompts = token_prompts(args, args.vocab_size or ready.vocab_size)
+    sampling = {name: value for name in SAMPLING if (value := getattr(args, name)) is not None}
+    requests = [
+        # No stop tokens: every answer has its full length.
+        Submit(
+            id=number,
+            prompt_ids=prompt.content,
+            params=SamplingParams(max_tokens=prompt.output_len, seed=args.seed + number, **sampling),
+        )
+        for number, prompt in enumerate(prompts)
+        if isinstance(prompt.content, list)
+    ]
+    drive(engine, requests[args.num_prompts :], concurrency, lambda outcome: None)
+    with progress(args, args.num_prompts) as bar:
+        return ready, drive(engine, requests[: args.num_prompts], concurrency, lambda outcome: bar.update())
+
+
+def drive(engine: Steps, requests: Sequence[Submit], concurrency: int, done: Callable[[Outcome], object]) -> EngineRun:
+    """Keep `concurrency` of the requests in the engine until all have ended."""
+    outcomes: list[Outcome] = []
+    live: dict[int, Outcome] = {}
+    steps: list[Step] = []
+    first = last = engine.step().stats
+    began = clock()
+    while True:
+        inbox = requests[len(outcomes) : len(outcomes) + concurrency - len(live)]
+        for request in inbox:
+            now = clock()
+            live[request.id] = Outcome(now, now, len(request.prompt_ids), counted=True)
+            outcomes.append(live[request.id])
+        if not live:
+            break
+        before = clock()
+        output = engine.step(inbox)
+        after = clock()
+        for outcome in _apply(output, live, after):
+            done(outcome)
+        stats = output.stats
+        if stats.steps > last.steps:
+            chunks = stats.computed_tokens - last.computed_tokens
+            steps.append(
+                Step(
+                    seconds=after - before,
+                    model_seconds=stats.step_seconds,
+                    rows=stats.step_rows,
+                    prompt_tokens=chunks,
+                    decodes=stats.step_tokens - chunks,
+                    blocks=stats.blocks_active,
+                    tokens=stats.tokens_active,
+                )
+            )
+        last = stats
+    return EngineRun(outcomes, steps, clock() - began, last.preemptions - first.preemptions)
+
+
+def _apply(output: StepOutput, live: dict[int, Outcome], now: float) -> list[Outcome]:
+    """Book a step's rows; those that ended leave `live`."""
+    for started in output.started:
+        live[started.id].cached_tokens = started.cached_tokens
+    messages = {error.row: error.message for error in output.errors}
+    ended = []
+    for number, (id, token, finish) in enumerate(zip(output.ids, output.tokens, output.finishes, strict=True)):
+        outcome = live[id]
+        if token >= 0:
+            outcome.output_tokens += 1
+            outcome.arrivals.append(now)
+        if finish != FinishReason.RUNNING:
+            outcome.end = now
+            if finish == FinishReason.ERROR:
+                outcome.failure = Failure("engine", messages.get(number, "no message"))
+            ended.append(live.pop(id))
+    return ended
+
+
+def step_table(run: EngineRun, block_size: int) -> str:
+    """How the steps were made up and what they took, as lines under the requests' table."""
+    if not run.steps:
+        return "no steps"
+    lines = [f"{'Engine steps':-^50}", row("Steps:", len(run.steps))]
+    chunked = [step for step in run.steps if step.prompt_tokens]
+    decoding = [step for step in run.steps if not step.prompt_tokens]
+    for name, steps in (("Decode-only", decoding), ("Steps with prompt tokens", chunked)):
+        if steps:
+            times = np.array([step.seconds for step in steps]) * 1000
+            lines += [
+                row(f"{name}:", len(steps)),
+                row("  Mean step time (ms):", float(times.mean())),
+                row("  Median step time (ms):", float(np.median(times))),
+                row("  P99 step time (ms):", float(np.percentile(times, 99))),
+                row("  Mean rows:", _mean([step.rows for step in steps])),
+                row("  Mean decodes:", _mean([step.decodes for step in steps])),
+                row("  Mean prompt tokens:", _mean([step.prompt_tokens for step in steps])),
+            ]
+    seconds = sum(step.seconds for step in run.steps)
+    slots = sum(step.blocks for step in run.steps) * block_size
+    lines += [
+        row("Step time outside the model (%):", 100 * (1 - sum(s.model_seconds for s in run.steps) / seconds)),
+        row("Peak blocks in use:", max(step.blocks for step in run.steps)),
+        row("Slots in use that hold no token (%):", 100 * (1 - sum(s.tokens for s in run.steps) / max(slots, 1))),
+        row("Preemptions:", run.preemptions),
+        "=" * 50,
+    ]
+    return "\n".join(lines)
+
+
+def _mean(values: Sequence[int]) -> float:
+    return sum(values) / len(values)
+
+
+def step_fields(run: EngineRun, detailed: bool) -> dict[str, object]:
+    """The same for the JSON file; detailed: every step, as columns."""
+    fields: dict[str, object] = {"steps": len(run.steps), "preemptions": run.preemptions}
+    if detailed:
+        for name in ("seconds", "model_seconds", "rows", "prompt_tokens", "decodes", "blocks", "tokens"):
+            fields[f"step_{name}"] = [getattr(step, name) for step in run.steps]
+    return fields
