@@ -15,7 +15,7 @@ from model.config_fields import Fields
 from model.errors import ModelError
 from model.gguf import GGUFFile, Value
 from model.pretokenizers import pre_tokenizer
-from model.tokenizer_parts import MAX_TEMPLATE, TokenizerParts, post_processor, read_generation
+from model.tokenizer_parts import MAX_TEMPLATE, TokenizerParts, read_generation
 
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 _ROLE_IDS = {
@@ -51,15 +51,14 @@ def _parts(meta: dict[str, Value]) -> TokenizerParts:
     else:
         raise ModelError(f"tokenizer.ggml.model is {kind[:40]!r}; gpt2 and llama can be read")
     definition["added_tokens"] = _added_tokens(tokens, kinds)
-    special_tokens = {
-        role: tokens[ids[0]] for role, key in _ROLE_IDS.items() if (ids := fields.token_ids(key, len(tokens)))
-    }
-    definition["post_processor"] = post_processor(
-        definition,
-        special_tokens,
-        fields.boolean("add_bos_token", add_bos),
-        fields.boolean("add_eos_token", False),
-    )
+    ids = {role: found[0] for role, key in _ROLE_IDS.items() if (found := fields.token_ids(key, len(tokens)))}
+    special_tokens = {role: tokens[id_] for role, id_ in ids.items()}
+    around = [
+        ("bos_token", fields.boolean("add_bos_token", add_bos)),
+        ("eos_token", fields.boolean("add_eos_token", False)),
+    ]
+    bos, eos = ([(tokens[ids[role]], ids[role])] if wanted and role in ids else [] for role, wanted in around)
+    definition["post_processor"] = _post_processor(bos, eos)
     templates = _chat_templates(meta)
     eos_ids = {
         id_ for key in ("eos_token_id", "eot_token_id", "eom_token_id") for id_ in fields.token_ids(key, len(tokens))
@@ -202,6 +201,27 @@ def _merges(vocab: dict[str, int], scores: list[Any], kinds: list[Any]) -> list[
                 ranked.append((*order, left, right))
     ranked.sort(key=lambda item: item[:5])
     return [(left, right) for *_, left, right in ranked]
+
+
+def _post_processor(bos: list[tuple[str, int]], eos: list[tuple[str, int]]) -> dict[str, Any] | None:
+    """The part of a tokenizer.json that puts BOS before a text and EOS behind it: at most one (text, id) each."""
+    if not bos and not eos:
+        return None
+
+    def template(*sequences: str) -> list[dict[str, Any]]:
+        items: list[dict[str, Any]] = []
+        for type_id, sequence in enumerate(sequences):
+            items += [{"SpecialToken": {"id": text, "type_id": type_id}} for text, _ in bos]
+            items.append({"Sequence": {"id": sequence, "type_id": type_id}})
+            items += [{"SpecialToken": {"id": text, "type_id": type_id}} for text, _ in eos]
+        return items
+
+    return {
+        "type": "TemplateProcessing",
+        "single": template("A"),
+        "pair": template("A", "B"),
+        "special_tokens": {text: {"id": text, "ids": [id_], "tokens": [text]} for text, id_ in bos + eos},
+    }
 
 
 def _chat_templates(meta: dict[str, Value]) -> dict[str, str]:

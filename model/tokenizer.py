@@ -28,9 +28,9 @@ class Tokenizer:
         """Raises ModelError where `parts.definition` is no tokenizer that can be turned into bytes."""
         definition = _deterministic(parts.definition)
         text = json.dumps(definition)
-        self._backend = _build(text, where)
+        self._backend = _build(text, parts, where)
         # Whether special tokens are found in a text is a property of the whole object, so there are two.
-        self._plain = _build(text, where)
+        self._plain = _build(text, parts, where)
         self._plain.encode_special_tokens = True
         self._bytes = ByteDecoder(definition.get("decoder"), where)
         added = self._backend.get_added_tokens_decoder()
@@ -59,7 +59,10 @@ class Tokenizer:
         special (Qwen's `<tool_call>`) are found either way. Raises ValueError for lone surrogates.
         """
         backend = self._backend if allow_special else self._plain
-        return backend.encode(text, add_special_tokens=add_special_tokens).ids
+        try:
+            return backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError:
+            raise ValueError("the text holds lone surrogates, which no UTF-8 text can") from None
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """The text of a whole sequence, as transformers would give it."""
@@ -102,9 +105,13 @@ def _deterministic(definition: dict[str, Any]) -> dict[str, Any]:
     return definition | {"truncation": None, "padding": None, "model": model}
 
 
-def _build(text: str, where: str) -> tokenizers.Tokenizer:
+def _build(text: str, parts: TokenizerParts, where: str) -> tokenizers.Tokenizer:
     try:
-        return tokenizers.Tokenizer.from_str(text)
+        backend = tokenizers.Tokenizer.from_str(text)
+        # A token with a role is special, even where tokenizer.json has it as a plain word.
+        roles = [token for token in parts.special_tokens.values() if backend.token_to_id(token) is not None]
+        backend.add_special_tokens(roles)
+        return backend
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a panic of the library is no Exception

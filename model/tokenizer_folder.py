@@ -8,7 +8,7 @@ from typing import Any
 
 from model.config_fields import Fields, read_json
 from model.errors import ModelError
-from model.tokenizer_parts import MAX_TEMPLATE, MAX_VOCAB, TokenizerParts, post_processor, read_generation
+from model.tokenizer_parts import MAX_TEMPLATE, MAX_VOCAB, TokenizerParts, read_generation
 
 MAX_TOKENIZER = 1 << 28
 MAX_SIDE_FILE = 1 << 24
@@ -17,7 +17,11 @@ ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_t
 
 
 def folder_parts(folder: Path) -> TokenizerParts:
-    """Raises ModelError for unreadable or senseless files; only tokenizer.json must be there."""
+    """Raises ModelError for unreadable or senseless files; only tokenizer.json must be there.
+
+    Whether BOS is added, tokenizer.json alone says (its post_processor): where there is one, transformers ignores
+    tokenizer_config.json's add_bos_token too.
+    """
     if not (folder / "tokenizer.json").is_file():
         raise ModelError(f"{folder} has no tokenizer.json; convert its tokenizer with transformers' save_pretrained")
     definition = read_json(folder / "tokenizer.json", MAX_TOKENIZER)
@@ -33,9 +37,6 @@ def folder_parts(folder: Path) -> TokenizerParts:
     for fields in (generation, model, text_model):
         eos_ids |= frozenset(fields.token_ids("eos_token_id", MAX_VOCAB))
     bos = () if "bos_token" in config.values else model.token_ids("bos_token_id", MAX_VOCAB)
-    add_bos, add_eos = config.boolean("add_bos_token", False), config.boolean("add_eos_token", False)
-    if config.has("add_bos_token") or config.has("add_eos_token"):
-        definition = definition | {"post_processor": post_processor(definition, special_tokens, add_bos, add_eos)}
     return TokenizerParts(
         definition=definition,
         special_tokens=special_tokens,

@@ -50,39 +50,3 @@ def read_generation(fields: Fields) -> GenerationDefaults:
         min_p=fields.number("min_p", 0.0, 1.0, 0.0),
         repetition_penalty=fields.number("repetition_penalty", 1e-3, 100.0, 1.0),
     )
-
-
-def post_processor(
-    definition: Mapping[str, Any], special_tokens: Mapping[str, str], add_bos: bool, add_eos: bool
-) -> dict[str, Any] | None:
-    """The part of a tokenizer.json that puts BOS before a text and EOS behind it; None where nothing is added."""
-    ids = _token_ids(definition)
-    bos = [special_tokens["bos_token"]] if add_bos and special_tokens.get("bos_token") in ids else []
-    eos = [special_tokens["eos_token"]] if add_eos and special_tokens.get("eos_token") in ids else []
-    if not bos and not eos:
-        return None
-
-    def template(*sequences: str) -> list[dict[str, Any]]:
-        items: list[dict[str, Any]] = []
-        for type_id, sequence in enumerate(sequences):
-            items += [{"SpecialToken": {"id": token, "type_id": type_id}} for token in bos]
-            items.append({"Sequence": {"id": sequence, "type_id": type_id}})
-            items += [{"SpecialToken": {"id": token, "type_id": type_id}} for token in eos]
-        return items
-
-    return {
-        "type": "TemplateProcessing",
-        "single": template("A"),
-        "pair": template("A", "B"),
-        "special_tokens": {token: {"id": token, "ids": [ids[token]], "tokens": [token]} for token in bos + eos},
-    }
-
-
-def _token_ids(definition: Mapping[str, Any]) -> dict[str, int]:
-    """Ids of the added tokens, which all special tokens are."""
-    added = definition.get("added_tokens")
-    return {
-        token["content"]: token["id"]
-        for token in (added if isinstance(added, list) else [])
-        if isinstance(token, dict) and isinstance(token.get("content"), str) and type(token.get("id")) is int
-    }
