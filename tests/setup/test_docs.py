@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
-from server.settings import Settings
+from loadtest.options import check, make_parser
+from server.cli import add_serve_arguments
+from server.settings import Settings, load_settings
 
 DOCUMENTS = ("README.md", "docs/design.md", "docs/operations.md", "docs/performance.md")
 
@@ -54,3 +58,21 @@ def test_bodies_of_curl_examples_are_json(root: Path) -> None:
     assert len(bodies) == 2
     for body in bodies:
         assert {"messages", "prompt"} & json.loads(body).keys()
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_commands_are_understood(root: Path, name: str) -> None:
+    """The flags of every `octavo serve` and `octavo bench` of the documents, `make serve` and `make bench` included."""
+    blocks = re.findall(r"```sh\n(.*?)```", (root / name).read_text(), re.DOTALL)
+    text = "\n".join(blocks).replace("\\\n", " ")
+    commands = re.findall(r'^(?:make |\S*octavo )(serve|bench)(?: ARGS="(.*?)"| ([^#\n]*)|$)', text, re.MULTILINE)
+    assert commands or not blocks
+    for command, quoted, plain in commands:
+        words = shlex.split(quoted or plain)
+        if command == "serve":
+            parser = argparse.ArgumentParser(exit_on_error=False)
+            add_serve_arguments(parser)
+            load_settings(vars(parser.parse_args(words)))
+        else:
+            bench = make_parser()
+            check(bench, bench.parse_args(words))
