@@ -13,16 +13,21 @@ import pytest
 
 Tool = Callable[..., "subprocess.CompletedProcess[str]"]
 ROOT = Path(__file__).resolve().parents[2]
+MAKE_VARIABLES = {"MAKEFLAGS", "MAKEOVERRIDES", "MAKELEVEL", "MFLAGS", "ARGS", "PYTEST_ARGS", "PYTHON"}
 
 
 def tool(command: str) -> Tool:
-    """A runner that starts the command in the repository and collects what it says."""
+    """A runner that starts the command in the repository and collects what it says.
+
+    These tests run under `make test`: a make started by them must not take itself for a part of that one.
+    """
+    inherited = {name: value for name, value in os.environ.items() if name not in MAKE_VARIABLES}
 
     def run(*arguments: str, text: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [command, *arguments],
             cwd=ROOT,
-            env={**os.environ, **environment},
+            env={**inherited, **environment},
             input=text,
             capture_output=True,
             text=True,
