@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp
 
-from server.errors import InvalidRequest, MethodNotAllowed, NotFound, RequestError, error_response
+from server.errors import InvalidRequest, MethodNotAllowed, NotFound, RequestError, error_response, internal_error
 from server.exposition import make_registry
 from server.middleware import CLIENT_GONE, ApiKeys, Requests
 from server.protocol.chat import ChatRequest
@@ -51,6 +51,7 @@ def create_app(service: Service) -> ASGIApp:
     app.add_exception_handler(RequestError, _answer_error)
     app.add_exception_handler(HTTPException, _answer_error)
     app.add_exception_handler(RequestValidationError, _answer_error)
+    app.add_exception_handler(Exception, _answer_error)
     app.add_exception_handler(ClientDisconnect, _answer_nobody)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     for path in BODIES:
@@ -61,12 +62,13 @@ def create_app(service: Service) -> ASGIApp:
 
 
 async def _answer_error(http: Request, failure: Exception) -> Response:
-    """Every foreseen failure, in the one shape. What nobody foresaw is answered by `middleware.Requests`."""
+    """Every failure in the one shape. What nobody foresaw goes on, after this, to the log of `middleware.Requests`."""
     if isinstance(failure, RequestError):
         return error_response(failure)
     if isinstance(failure, RequestValidationError):
         return error_response(InvalidRequest("The request is not valid."))
-    assert isinstance(failure, HTTPException)
+    if not isinstance(failure, HTTPException):
+        return error_response(internal_error())
     where = f"{http.method} {http.scope['path'][:128]}"
     if failure.status_code == 405:
         allowed = {"Allow": (failure.headers or {}).get("Allow", "")}
@@ -91,6 +93,9 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
             "schemas": definitions["$defs"],
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         }
+        for methods in document["paths"].values():
+            for operation in methods.values():
+                operation["responses"].pop("422", None)  # FastAPI's own; ours is 400
         for path, group in BODIES.items():
             references = [{"$ref": f"#/components/schemas/{model.__name__}"} for model in group]
             operation = document["paths"][path]["post"]

@@ -38,6 +38,8 @@ from server.supervisor import WORKER, Supervisor
 log = logging.getLogger("octavo")
 
 HEADER_BYTES = 64 * 1024
+KEEP_ALIVE_SECONDS = 75
+"""Longer than load balancers keep an idle connection, so that none of them writes to one that was just closed."""
 CLOSE_SECONDS = 2
 """For connections to end once their responses are complete."""
 GONE_SECONDS = 1.0
@@ -91,6 +93,7 @@ def make_http(service: Service) -> uvicorn.Server:
         access_log=False,
         server_header=False,
         h11_max_incomplete_event_size=HEADER_BYTES,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=CLOSE_SECONDS,
     )
     return _Uvicorn(config)

@@ -1,6 +1,6 @@
-"""Around every request, as pure ASGI: its id, its key, its line in the log, its count, and what nobody foresaw.
+"""Around every request, as pure ASGI: its id, its key, its line in the log, its count.
 
-    Requests ── id, log, count, last resort ──▶ ApiKeys ── 401 ──▶ the application
+    Requests ── id, log, count ──▶ ApiKeys ── 401 ──▶ the application
 
 Routes that are answered without a key are listed; every other path needs one, whether a route exists there or not.
 """
@@ -19,7 +19,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.errors import AuthenticationError, error_response, internal_error
+from server.errors import AuthenticationError, error_response
 from server.metrics import Metrics
 
 log = logging.getLogger("octavo.access")
@@ -56,24 +56,32 @@ class Requests:
         if len(scope["path"]) > 1:
             scope["path"] = scope["path"].rstrip("/") or "/"
         status = 0
+        complete = False
 
         async def answer(message: Message) -> None:
-            nonlocal status
+            nonlocal status, complete
             if message["type"] == "http.response.start":
                 status = message["status"]
                 headers = MutableHeaders(scope=message)
                 headers["x-request-id"] = id
                 headers["openai-processing-ms"] = str(round((time.perf_counter() - began) * 1000))
             await send(message)
+            complete = message["type"] == "http.response.body" and not message.get("more_body", False)
+
+        async def hear() -> Message:
+            nonlocal status
+            message = await receive()
+            if message["type"] == "http.disconnect" and not complete:
+                status = CLIENT_GONE
+            return message
 
         try:
-            await self._app(scope, receive, answer)
+            await self._app(scope, hear, answer)
         except (ClientDisconnect, SendTimeoutError, ConnectionError):
             status = CLIENT_GONE
         except Exception:
+            # The application has answered, if it still could.
             log.exception("request %s failed", id)
-            if not status:
-                await error_response(internal_error())(scope, receive, answer)
         finally:
             self._note(scope, id, status or CLIENT_GONE, time.perf_counter() - began)
 

@@ -76,7 +76,10 @@ class Service:
         state = self.state
         if self.loaded is None or state in ("dead", "draining", "loading"):
             reason = {"dead": "The engine has stopped", "draining": "The server is shutting down"}
-            raise Unavailable(f"{reason.get(state, 'The model is being loaded')}; try again later.")
+            error = Unavailable(f"{reason.get(state, 'The model is being loaded')}; try again later.")
+            if state != "loading":
+                error.headers["Connection"] = "close"
+            raise error
         return self.loaded
 
     def caller(self, http: Request, cache_salt: str | None, user: str) -> Caller:

@@ -73,6 +73,7 @@ class Supervisor:
             await self._conversation
         if self._process is None:
             return
+        self._process.terminate()  # it may be loading, and not read
         try:
             await asyncio.to_thread(self._process.wait, STOP_SECONDS)
         except subprocess.TimeoutExpired:
