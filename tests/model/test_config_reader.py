@@ -8,9 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import transformers
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from model.config import ModelConfig, RopeConfig
@@ -99,6 +100,9 @@ def test_family_features(tiny: Tiny, tmp_path: Path) -> None:
     assert (gemma2.norms, gemma2.norm_offset, gemma2.activation) == ("sandwich", 1.0, "gelu_tanh")
     assert (gemma2.attention_softcap, gemma2.logits_softcap) == (50.0, 30.0)
     assert (gemma2.attention_scale, gemma2.embedding_multiplier) == (0.25, 8.0)
+    uncapped = read("gemma2", attn_logit_softcapping=None, final_logit_softcapping=None)
+    assert (uncapped.attention_softcap, uncapped.logits_softcap) == (None, None)
+    assert read("qwen3", num_key_value_heads=None).num_kv_heads == 4
     gemma3 = read("gemma3", num_hidden_layers=7)
     assert gemma3.layer_types == ("sliding",) * 5 + ("full", "sliding")
     assert (gemma3.qk_norm, gemma3.attention_softcap) == ("head", None)
@@ -286,3 +290,77 @@ def test_demo(demo: ModelSource) -> None:
     )
     assert (config.vocab_size, config.max_position_embeddings, config.rope.theta) == (49152, 8192, 1e5)
     assert config.eos_token_ids == (2,)
+
+
+def test_gguf_leaves_out_what_can_be_worked_out(write_gguf: Callable[..., Path], tmp_path: Path) -> None:
+    """The 27B Gemma scales attention by its width, others by the head; heads without a length are the width's share."""
+
+    def read(arch: str, **values: Any) -> ModelConfig:
+        basics = {
+            "block_count": 2,
+            "context_length": 64,
+            "embedding_length": 64,
+            "feed_forward_length": 96,
+            "attention.head_count": 4,
+            "attention.layer_norm_rms_epsilon": 2.0**-17,
+        }
+        metadata = {f"{arch}.{key}": value for key, value in (basics | values).items()}
+        tensors = {"token_embd.weight": np.zeros((10, 64), np.float16)}
+        path = write_gguf(tmp_path / "x.gguf", arch, metadata, tensors)
+        return read_config(ModelSource("gguf", path, "x"))
+
+    plain = read("qwen3")
+    assert (plain.head_dim, plain.num_kv_heads, plain.vocab_size, plain.dtype) == (16, 4, 10, "float16")
+    assert plain.tie_word_embeddings
+    assert read("gemma2", **{"attention.key_length": 32}).attention_scale == 32**-0.5
+    largest = read("gemma2", **{"attention.key_length": 32, "block_count": 46})
+    assert largest.attention_scale == 16**-0.5
+    assert read("phi3", **{"attention.sliding_window": 0}).sliding_window is None
+    assert read("phi3", **{"rope.dimension_count": 8}).rope.partial_factor == 0.5
+    linear = read("llama", **{"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}).rope
+    assert (linear.scaling, linear.parameters) == ("linear", {"factor": 4.0})
+    with pytest.raises(ModelError, match="OLMo 3"):
+        read("olmo2", **{"attention.sliding_window": 8})
+    with pytest.raises(ModelError, match="experts"):
+        read("llama", expert_count=8)
+    with pytest.raises(ModelError, match="mamba"):
+        read("mamba")
+    with pytest.raises(ModelError, match="num_key_value_heads"):
+        read("llama", **{"attention.head_count_kv": [1, 2]})
+    with pytest.raises(ModelError, match="num_hidden_layers"):
+        read("llama", block_count=2**31)
+
+
+ANY_VALUE = st.one_of(
+    st.booleans(),
+    st.integers(0, 2**32 - 1),
+    st.floats(width=32),
+    st.text(max_size=6),
+    st.sampled_from(["linear", "yarn", "longrope", "none"]),
+    st.lists(st.integers(0, 9), min_size=1, max_size=4),
+    st.lists(st.text(max_size=3), min_size=1, max_size=3),
+)
+GGUF_KEYS = ["block_count", "context_length", "embedding_length", "feed_forward_length", "attention.head_count"]
+GGUF_KEYS += ["attention.head_count_kv", "attention.key_length", "attention.layer_norm_rms_epsilon", "expert_count"]
+GGUF_KEYS += ["attention.sliding_window", "rope.dimension_count", "rope.scaling.type", "rope.scaling.factor"]
+GGUF_KEYS += ["rope.scaling.attn_factor", "rope.scaling.original_context_length", "rope.freq_base"]
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(
+    arch=st.sampled_from(["llama", "phi3", "gemma2", "gemma3", "granite", "olmo2"]),
+    wild=st.dictionaries(st.sampled_from(GGUF_KEYS), ANY_VALUE, max_size=4),
+)
+def test_any_gguf_metadata_gives_a_config_or_a_model_error(
+    arch: str, wild: dict[str, Any], write_gguf: Callable[..., Path], tmp_path: Path
+) -> None:
+    metadata: dict[str, Any] = dict.fromkeys(GGUF_KEYS[:5], 4) | {"attention.layer_norm_rms_epsilon": 1e-5} | wild
+    tensors = {"token_embd.weight": np.zeros((10, 4), np.float32), "rope_freqs.weight": np.ones(2, np.float32)}
+    path = write_gguf(tmp_path / "x.gguf", arch, {f"{arch}.{key}": value for key, value in metadata.items()}, tensors)
+    try:
+        assert read_config(ModelSource("gguf", path, "x")).native
+    except ModelError as error:
+        message = str(error)
+    else:
+        return
+    assert "\n" not in message

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import tokenizers
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.convert_slow_tokenizer import TikTokenConverter
 from transformers.models.qwen2 import tokenization_qwen2
@@ -215,3 +215,37 @@ def test_lies_are_refused(values: dict[str, Any], words: str, make: Make) -> Non
     with pytest.raises(ModelError, match=words) as caught:
         make(**values)
     assert "\n" not in str(caught.value)
+
+
+ANY_VALUE = st.one_of(
+    st.booleans(),
+    st.integers(0, 2**32 - 1),
+    st.floats(width=32),
+    st.text(max_size=6),
+    st.lists(st.integers(0, 9), min_size=1, max_size=300),
+    st.lists(st.text(max_size=3), min_size=1, max_size=8),
+)
+
+
+@settings(deadline=None)
+@given(
+    kind=st.sampled_from([BPE, SPM]),
+    wild=st.dictionaries(
+        st.sampled_from(
+            [*BPE, "scores", "eot_token_id", "add_bos_token", "add_space_prefix", "tokenizer.chat_templates"]
+        ),
+        ANY_VALUE,
+        max_size=3,
+    ),
+)
+def test_any_metadata_gives_a_tokenizer_or_a_model_error(
+    kind: dict[str, Any], wild: dict[str, Any], make: Make
+) -> None:
+    try:
+        tokenizer = make(**kind | wild)
+    except ModelError as error:
+        message = str(error)
+    else:
+        assert isinstance(tokenizer.encode("a b", add_special_tokens=True), list)
+        return
+    assert "\n" not in message

@@ -87,7 +87,7 @@ def test_a_hub_id_downloads_only_what_is_safe_to_load(tmp_path: Path, monkeypatc
     folder = touch(tmp_path / "snapshot", "config.json", "model.safetensors")
     patterns: list[str] = []
 
-    def download(model: str, allow_patterns: list[str]) -> str:
+    def download(model: str, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
         patterns.extend(allow_patterns)
         return str(folder)
 
