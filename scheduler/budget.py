@@ -10,8 +10,9 @@ from math import ceil, inf, sqrt
 
 from scheduler.cost import CostModel
 
-MAX_SLOWDOWN = 2.5
-"""A step with a prompt chunk takes at most so many times the step that only decodes: under 3, with room for error."""
+MAX_SLOWDOWN = 2.2
+"""A step with a prompt chunk takes at most so many times the step that only decodes: streams must not wait for three
+usual gaps, and neither the estimate nor the machine is steady."""
 MIN_SLOWDOWN = 1.5
 """A step that is longer than the target anyway still does so much prompt work, relative to itself."""
 

@@ -22,6 +22,8 @@ DAMPING = 0.01
 SWEEPS = 4
 FLOOR = 1e-3
 """A coefficient stays above this share of its prior: a free prompt token would ask for endless chunks."""
+TRUSTED = 8
+"""Steps without a prompt, before what decoding costs is known well enough to be subtracted."""
 MAX_RATIO = 10.0
 """Expectations that are further off say nothing about how much a step should count."""
 SHORTEST = 1e-5
@@ -78,7 +80,7 @@ class Fit:
 class CostModel:
     """Seconds of a step. Coefficients in seconds per unit."""
 
-    __slots__ = ("_decode", "_prefill")
+    __slots__ = ("_decode", "_decoded", "_prefill")
 
     def __init__(self, weight_bytes: int = 270_000_000) -> None:
         """The first guess takes a machine that reads 10 GB/s and does 60 GFLOP/s, two per 16-bit weight and token;
@@ -86,6 +88,8 @@ class CostModel:
         weights = max(weight_bytes, 1_000_000)
         token = weights / 60e9
         self._decode = Fit([weights / 10e9, weights / 100e9, token / 4000])
+        self._decoded = 0
+        """Steps without a prompt that were seen."""
         self._prefill = Fit([token, token / 4000])
 
     def decode_seconds(self, rows: int, context: int) -> float:
@@ -110,11 +114,18 @@ class CostModel:
     def observe(self, work: Work, seconds: float) -> None:
         """Learn from a step that took `seconds` ≥ 0."""
         seconds = max(seconds, SHORTEST)
-        expected = min(max(self.seconds(work), seconds / MAX_RATIO), seconds * MAX_RATIO)
-        scale = sqrt(seconds * expected)
         decode = (1.0, float(work.rows), float(work.context))
-        if work.prefill:
-            rest = seconds - self._decode.predict(decode)
-            self._prefill.observe((float(work.prefill), work.product), rest, scale)
-        else:
+        alone = self._decode.predict(decode)
+        whole = self.seconds(work)
+        scale = sqrt(seconds * min(max(whole, seconds / MAX_RATIO), seconds * MAX_RATIO))
+        if not work.prefill:
             self._decode.observe(decode, seconds, scale)
+            self._decoded += 1
+            return
+        # The prompt's part is what decoding leaves; never next to nothing, for a free prompt would be a huge chunk.
+        rest = max(seconds - alone, seconds * (1 - alone / whole) / 4)
+        if self._decoded < TRUSTED:
+            # Decoding was hardly seen yet: the whole guess was off, so both parts of it were.
+            rest = seconds * (1 - alone / whole)
+            self._decode.observe(decode, seconds - rest, scale)
+        self._prefill.observe((float(work.prefill), work.product), rest, scale)

@@ -299,7 +299,7 @@ def test_prompt_logprobs_read_no_cache(world: type[World]) -> None:
 
 @pytest.mark.usefixtures("hopeful")
 def test_prompt_logprobs_survive_preemption(world: type[World]) -> None:
-    it = world(blocks=11, limits=limits(tokens=4))
+    it = world(blocks=12, limits=limits(tokens=4))
     it.add(range(10), max_tokens=30, priority=-1)
     it.step()
     it.step()
