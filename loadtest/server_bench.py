@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Never
 
 import numpy as np
 from tqdm import tqdm
@@ -69,10 +70,9 @@ async def measure_server(args: argparse.Namespace) -> tuple[str, list[Outcome], 
             return model, outcomes, clock() - began
 
 
-def progress(args: argparse.Namespace, total: int) -> tqdm[None]:
+def progress(args: argparse.Namespace, total: int) -> tqdm[Never]:
     """A bar on stderr; none where that is no terminal."""
-    bar: tqdm[None] = tqdm(total=total, unit="req", disable=args.disable_tqdm or not sys.stderr.isatty())
-    return bar
+    return tqdm(total=total, unit="req", disable=args.disable_tqdm or not sys.stderr.isatty())
 
 
 def request_options(args: argparse.Namespace, model: str) -> dict[str, object]:
