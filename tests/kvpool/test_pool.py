@@ -152,6 +152,33 @@ def test_a_block_that_is_written_again_is_not_found_under_its_old_tokens() -> No
     pool.check([table])
 
 
+def test_what_lies_behind_a_rewritten_end_is_forgotten_when_it_is_reached() -> None:
+    pool = KVPool(8, 2)
+    table = run(pool, [1, 2, 3, 4])
+    assert pool.extend(table, 2, 0)
+    pool.commit(table, [8, 9], 2, SALT)
+    assert pool.extend(table, 3, 2)
+    pool.check([table])
+    pool.release(table)
+    pool.release(run(pool, [1, 2]))
+    assert pool.match([1, 2, 3, 4, 5], SALT).tokens == 2, "block 1 was about to be overwritten"
+
+
+def test_a_duplicate_that_is_written_again_is_rewound() -> None:
+    """Its block was never filed, so only the table knows that commit has seen it."""
+    pool = KVPool(8, 2)
+    one, two = pool.new_table(), pool.new_table()
+    for table in (one, two):
+        assert pool.extend(table, 2, 0)
+    for table in (one, two):
+        pool.commit(table, [1, 2], 2, SALT)
+    assert pool.extend(two, 2, 1)
+    pool.commit(two, [1, 9], 2, SALT)
+    assert two.tokens() == [1, 9]
+    assert pool.match([1, 9, 0], SALT).blocks == tuple(two.blocks)
+    pool.check([one, two])
+
+
 def test_an_empty_write_copies_and_forgets_nothing() -> None:
     pool = KVPool(8, 2)
     one = run(pool, [1, 2, 3, 4])

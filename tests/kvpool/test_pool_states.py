@@ -16,10 +16,11 @@ from kvpool.pool import BlockTable, KVPool
 
 Key = tuple[bytes, tuple[int, ...]]
 GARBAGE = -7
+AT_ONCE = st.booleans()
 
 SETTINGS = settings(
-    max_examples=120,
-    stateful_step_count=40,
+    max_examples=250,
+    stateful_step_count=60,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
@@ -125,24 +126,27 @@ class Seq:
 class PoolMachine(RuleBasedStateMachine):
     """Steps as the engine makes them: plan (extend, preempt, fork, admit in any order), copy, write, commit."""
 
-    @initialize(num_blocks=st.integers(2, 14), size=st.integers(1, 3))
+    @initialize(num_blocks=st.sampled_from([12, 16, 24, 8, 5, 2]), size=st.sampled_from([2, 1, 3]))
     def start(self, num_blocks: int, size: int) -> None:
         self.pool = KVPool(num_blocks, size)
         self.model = ModelPool(num_blocks, size)
         self.size = size
         self.seqs: list[Seq] = []
+        self.prompts: list[tuple[bytes, list[int]]] = [(b"", [])]
         self.contents = [[GARBAGE] * size for _ in range(num_blocks)]
 
     def read(self, blocks: Sequence[int], count: int) -> list[int]:
         return [self.contents[blocks[p // self.size]][p % self.size] for p in range(count)]
 
     @rule(
-        tokens=st.lists(st.integers(0, 1), min_size=1, max_size=9),
-        salt=st.sampled_from([b"", b"a"]),
-        hashed=st.booleans(),
-        data=st.data(),
+        data=st.data(), new=st.lists(st.integers(0, 1), min_size=1, max_size=5), hashed=st.booleans(), at_once=AT_ONCE
     )
-    def add(self, tokens: list[int], salt: bytes, hashed: bool, data: st.DataObject) -> None:
+    def add(self, data: st.DataObject, new: list[int], hashed: bool, at_once: bool) -> None:
+        """A new sequence, often one that goes on from where another stands or stood."""
+        salt, tokens = data.draw(st.sampled_from(self.prompts))
+        tokens = [*tokens[: data.draw(st.integers(0, len(tokens)))], *new]
+        if data.draw(st.integers(0, 5)) == 0:
+            salt = b"other"
         hashes = self.pool.hashes(tokens, salt) if hashed else None
         hit = self.pool.match(tokens, salt, hashes)
         assert hit.tokens == len(hit.blocks) * self.size < len(tokens)
@@ -152,10 +156,11 @@ class PoolMachine(RuleBasedStateMachine):
         table = self.pool.adopt(hit)
         seq = Seq(table, self.model.share(hit.blocks), len(hit.blocks), tokens[: hit.tokens], hit.tokens, salt)
         self.seqs.append(seq)
-        self.write(seq, hit.tokens, tokens[hit.tokens :])
+        if not self.write(seq, hit.tokens, tokens[hit.tokens :], at_once):
+            self.drop(seq)
 
-    def write(self, seq: Seq, start: int, new: list[int]) -> None:
-        """Plan to write `new` from `start` on; runs with the next step."""
+    def write(self, seq: Seq, start: int, new: list[int], at_once: bool) -> bool:
+        """Plan to write `new` from `start` on; it runs with the next step, or at once. False where there is no room."""
         total = start + len(new)
         need, free = self.pool.blocks_needed(seq.table, total, start), self.pool.num_free
         assert need == self.model.needed(seq.blocks, total, start)
@@ -167,12 +172,21 @@ class PoolMachine(RuleBasedStateMachine):
             seq.computed = start
             seq.seen = min(seq.seen, start // self.size)
             del seq.hashes[start // self.size :]
+            if at_once:
+                self.run(fails=False)
+        return done
 
     @precondition(lambda self: any(not seq.planned for seq in self.seqs))
-    @rule(data=st.data(), new=st.lists(st.integers(0, 1), min_size=1, max_size=5), back=st.integers(0, 4))
-    def extend_or_diverge(self, data: st.DataObject, new: list[int], back: int) -> None:
+    @rule(data=st.data(), new=st.lists(st.integers(0, 1), min_size=1, max_size=3), at_once=AT_ONCE)
+    def go_on(self, data: st.DataObject, new: list[int], at_once: bool) -> None:
         seq = data.draw(st.sampled_from([seq for seq in self.seqs if not seq.planned]))
-        self.write(seq, max(0, seq.computed - back), new)
+        self.write(seq, seq.computed, new, at_once)
+
+    @precondition(lambda self: any(not seq.planned for seq in self.seqs))
+    @rule(data=st.data(), new=st.lists(st.integers(0, 1), min_size=1, max_size=3), at_once=AT_ONCE)
+    def diverge(self, data: st.DataObject, new: list[int], at_once: bool) -> None:
+        seq = data.draw(st.sampled_from([seq for seq in self.seqs if not seq.planned]))
+        self.write(seq, data.draw(st.integers(0, seq.computed - 1)), new, at_once)
 
     @precondition(lambda self: any(not seq.planned for seq in self.seqs))
     @rule(data=st.data())
@@ -184,7 +198,9 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.seqs)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
-        seq = data.draw(st.sampled_from(self.seqs))
+        self.drop(data.draw(st.sampled_from(self.seqs)))
+
+    def drop(self, seq: Seq) -> None:
         before, freed = self.pool.num_free, self.pool.freed_by(seq.table)
         held = seq.table.blocks
         kept = held.copy()
@@ -196,8 +212,11 @@ class PoolMachine(RuleBasedStateMachine):
         self.model.release(seq.blocks)
         self.seqs.remove(seq)
 
-    @rule(fails=st.booleans())
+    @rule(fails=st.sampled_from([False, False, False, True]))
     def step(self, fails: bool) -> None:
+        self.run(fails)
+
+    def run(self, fails: bool) -> None:
         """Copies first, then all writes, then commit; a failed step writes garbage and commits nothing."""
         copies = self.pool.take_copies()
         assert copies == self.model.copies
@@ -211,10 +230,9 @@ class PoolMachine(RuleBasedStateMachine):
                 assert self.model.refs[block] == 1, "a write into a shared block"
                 self.contents[block][p % self.size] = GARBAGE if fails else seq.tokens[p]
             if fails:
-                self.pool.release(seq.table)
-                self.model.release(seq.blocks)
-                self.seqs.remove(seq)
+                self.drop(seq)
             else:
+                self.prompts.append((seq.salt, seq.tokens))
                 seq.computed = len(seq.tokens)
                 self.pool.commit(seq.table, seq.tokens, seq.computed, seq.salt)
                 seq.seen = self.model.commit(seq.blocks, seq.seen, seq.tokens, seq.salt)
