@@ -35,19 +35,26 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _serve(flags: dict[str, object]) -> int:
-    from server.daemon import StartError, serve
-    from server.logs import start_logging
-
     try:
         file = flags.pop("config", os.environ.get(f"{ENV_PREFIX}CONFIG"))
         settings = load_settings(flags, None if file is None else Path(str(file)))
-        start_logging(settings.log_level, settings.log_format)
+    except BadSettings as error:
+        return _refuse(error)
+    from server.daemon import StartError, serve  # a bad flag is refused without all that this brings in
+    from server.logs import start_logging
+
+    start_logging(settings.log_level, settings.log_format)
+    try:
         return serve(settings)
-    except (BadSettings, StartError) as error:
-        sys.stderr.write(f"octavo: {error}\n")
-        return BAD_START
+    except StartError as error:
+        return _refuse(error)
     except KeyboardInterrupt:
         return 130
+
+
+def _refuse(error: Exception) -> int:
+    sys.stderr.write(f"octavo: {error}\n")
+    return BAD_START
 
 
 if __name__ == "__main__":

@@ -120,8 +120,11 @@ def test_http_requests_by_route_and_status(server: Running) -> None:
     server.chat()
     server.chat(temperature=-1)
     server.client.get("/health")
-    for status, count in before.items():
-        server.wait(lambda s=status, n=count: server.metric("octavo_http_requests_total", status=s, **route) == n + 1)
+
+    def now() -> dict[str, float]:
+        return {status: server.metric("octavo_http_requests_total", status=status, **route) for status in before}
+
+    server.wait(lambda: now() == {status: count + 1 for status, count in before.items()})
     text = server.client.get("/metrics").text
     assert 'route="/health"' not in text
     assert "nope" not in text
