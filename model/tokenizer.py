@@ -60,7 +60,8 @@ class Tokenizer:
         """
         backend = self._backend if allow_special else self._plain
         try:
-            return backend.encode(text, add_special_tokens=add_special_tokens).ids
+            # A batch of one: unlike encode() it releases the GIL, so a long text stalls no other thread.
+            return backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except TypeError:
             raise ValueError("the text holds lone surrogates, which no UTF-8 text can") from None
 
