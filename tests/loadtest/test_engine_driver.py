@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
 from kvpool.pool import KVPool
+from loadtest.__main__ import main
 from loadtest.engine_driver import drive, step_fields, step_table
 from loadtest.outcome import Outcome
 from loadtest.report import summarise
 from model.batch import BAD_LOGITS, NO_TOKEN, Batch, StepResult
+from scheduler.config import EngineConfig
 from scheduler.engine import Engine
 from scheduler.limits import Limits
-from scheduler.messages import SamplingParams, Submit
+from scheduler.messages import Ready, SamplingParams, Submit
 
 
 @dataclass
@@ -117,3 +122,41 @@ def test_waste_is_counted_in_slots(concurrency: int) -> None:
     run = drive(engine(Constant()), requests(concurrency, input_len=10, output_len=2), concurrency, lambda o: None)
     first = run.steps[0]
     assert (first.blocks, first.tokens) == (concurrency, 10 * concurrency)
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Flags reach the engine, warm-ups are not counted, and the table and the file hold requests and steps."""
+    built: list[EngineConfig] = []
+
+    def assemble(config: EngineConfig, progress: Callable[[str, str], None]) -> tuple[Engine, Ready]:
+        built.append(config)
+        progress("load", "nothing")
+        return engine(Constant()), Ready(
+            max_model_len=256,
+            vocab_size=500,
+            num_blocks=199,
+            block_size=16,
+            kv_bytes_per_token=1,
+            kv_bytes=1,
+            device="cpu",
+            dtype="float32",
+            kv_cache_dtype="float32",
+            attention="none",
+            weight_bytes=1,
+            load_seconds=0.0,
+        )
+
+    monkeypatch.setattr("scheduler.assembly.assemble", assemble)
+    flags = ["--engine", "some/model", "--kv-cache-memory", "1MiB", "--max-num-seqs", "2", "--max-concurrency", "3"]
+    lengths = ["--num-prompts", "5", "--num-warmups", "2", "--random-input-len", "20", "--random-output-len", "4"]
+    save = ["--save-result", "--save-detailed", "--result-dir", str(tmp_path), "--result-filename", "r.json"]
+    assert main([*flags, *lengths, *save, "--no-enable-prefix-caching"]) == 0
+    (config,) = built
+    assert (config.model, config.kv_cache_memory, config.max_num_seqs) == ("some/model", 1 << 20, 3)
+    assert not config.enable_prefix_caching
+    saved = json.loads((tmp_path / "r.json").read_bytes())
+    assert (saved["completed"], saved["total_output_tokens"], saved["backend"]) == (5, 20, "octavo-engine")
+    assert sum(saved["step_prompt_tokens"]) == 100
+    out, err = capsys.readouterr()
+    assert "Engine steps" in out
+    assert err == "load: nothing\n"
