@@ -94,14 +94,12 @@ def load_runner(options: RunnerOptions, progress: Progress = lambda stage, detai
     plan = _plan(model, _layout(model.config, precision, options), options, longest, max_tokens, device)
     for line in plan.lines():
         progress("kv cache", line)
-    max_model_len = min(longest, plan.num_tokens)
-    if options.max_model_len is not None and max_model_len < options.max_model_len:
-        raise ModelError(
-            f"--max-model-len {options.max_model_len}: the KV cache holds {plan.num_tokens} tokens; "
-            "raise --kv-cache-memory or lower it"
-        )
-    if max_model_len < longest:
-        progress("kv cache", f"the model's {longest} tokens of context are cut to the {max_model_len} of the KV cache")
+    max_model_len = longest
+    if plan.num_tokens < longest:
+        # A context that was asked for stays: longer requests are refused one by one, with the pool's numbers.
+        if options.max_model_len is None:
+            max_model_len = plan.num_tokens
+        progress("kv cache", f"holds {plan.num_tokens} tokens of the {longest} that a context may have")
 
     layout = plan.layout
     try:
@@ -118,7 +116,7 @@ def load_runner(options: RunnerOptions, progress: Progress = lambda stage, detai
         raise ModelError(f"the KV cache of {format_bytes(plan.bytes)} cannot be allocated: {error}") from None
     runner = Runner(model, storage, max_tokens)
     progress("warm-up", "one step of each kind")
-    warm_up(runner, min(max_tokens, max_model_len, 64))
+    warm_up(runner, min(max_tokens, max_model_len, plan.num_tokens, 64))
     return LoadedModel(
         runner=runner,
         model_config=model.config,

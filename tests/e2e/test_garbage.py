@@ -14,6 +14,8 @@ from tests.e2e.daemon import MODEL, Daemon, serve
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]
+IMAGE = {"type": "image_url", "image_url": {"url": "http://x"}}
+TOOL = {"type": "function", "function": {"name": "f"}}
 
 FAULTS: list[tuple[str, str, Any, int, str]] = [
     ("broken JSON", CHAT, b"{", 400, "JSON"),
@@ -43,8 +45,8 @@ FAULTS: list[tuple[str, str, Any, int, str]] = [
     ("no messages", CHAT, {}, 400, "messages"),
     ("empty messages", CHAT, {"messages": []}, 400, "messages"),
     ("unknown role", CHAT, {"messages": [{"role": "ghost", "content": "x"}]}, 400, "role"),
-    ("image", CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]}, 400, "image_url"),
-    ("unsupported field", CHAT, {"messages": HI, "tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tools"),
+    ("image", CHAT, {"messages": [{"role": "user", "content": [IMAGE]}]}, 400, "image_url"),
+    ("unsupported field", CHAT, {"messages": HI, "tools": [TOOL]}, 400, "tools"),
     ("prompt beyond the context", COMPLETIONS, {"prompt": "word " * 3000}, 400, "2048"),
     ("tokens beyond the context", COMPLETIONS, {"prompt": [5] * 2048, "max_tokens": 1}, 400, "2048"),
     ("prompt beyond the pool", COMPLETIONS, {"prompt": [5] * 1500, "max_tokens": 1}, 400, "block"),
@@ -61,7 +63,7 @@ def small() -> Iterator[Daemon]:
 
 
 def test_garbage_is_refused_and_a_bystander_streams_on(small: Daemon) -> None:
-    """One client streams; another sends every fault. Each gets its 4xx, and the stream is the one it would have been."""
+    """One client streams; another sends every fault. Each gets its 4xx; the stream is what it would have been."""
     request = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 400, "temperature": 0, "ignore_eos": True}
     alone = httpx.post(small.url + COMPLETIONS, json=request, timeout=120).json()["choices"][0]["text"]
     wrong: list[str] = []
