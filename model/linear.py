@@ -112,7 +112,7 @@ class Head:
     __slots__ = ("linear", "nbytes")
 
     def __init__(self, weight: Tensor, bias: Tensor | None, precision: Precision) -> None:
-        """`weight` [vocab, hidden] may be the embedding table: 16-bit tables are used where they lie."""
+        """`weight` [vocab, hidden]. A table of `precision.weights` in 16 bits is used where it lies, not copied."""
         self.linear: Linear
         if precision.weights == torch.float32:
             self.linear = make_linear(weight, bias, precision)

@@ -242,7 +242,7 @@ class WideHead(nn.Module):
         self.head = Head(linear.weight, linear.bias, precision)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(x)
+        return self.head(x[0])[None]
 
 
 def _head_only(module: Any, given: Given, precision: Precision) -> Any:
@@ -336,7 +336,7 @@ def load_transformers(
         raise
     except Exception as error:
         raise ModelError(f"{config.architecture} cannot be loaded by transformers: {_line(error)}") from error
-    return TransformersModel(module.to(device).train(False), config, attention, precision, device)
+    return TransformersModel(module.to(device).train(False).requires_grad_(False), config, attention, precision, device)
 
 
 __all__ = ["TransformersModel", "load_transformers"]

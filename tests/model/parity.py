@@ -91,6 +91,7 @@ class Track:
     table: BlockTable
     computed: int = 0
     index: int = 0
+    is_long: bool = False
     params: SamplingParams = GREEDY
 
 
@@ -108,13 +109,18 @@ class Driver:
     def add(self, prompt: list[int], *, cached: bool = False) -> Track:
         """`cached`: begin with what the pool knows of the prompt."""
         table = self.pool.adopt(self.pool.match(prompt, self._salt(prompt))) if cached else self.pool.new_table()
-        track = Track(list(prompt), len(prompt), table, len(table.blocks) * 16)
+        track = Track(list(prompt), len(prompt), table, len(table.blocks) * 16, is_long=self._is_long(prompt))
         self.tracks.append(track)
         return track
 
     def fork(self, track: Track) -> Track:
         twin = Track(
-            list(track.tokens), track.prompt_len, self.pool.fork(track.table), track.computed, len(self.tracks)
+            list(track.tokens),
+            track.prompt_len,
+            self.pool.fork(track.table),
+            track.computed,
+            len(self.tracks),
+            track.is_long,
         )
         self.tracks.append(twin)
         return twin
@@ -147,13 +153,15 @@ class Driver:
         self.pool.check([])
         return tokens
 
-    def _salt(self, tokens: list[int]) -> bytes:
+    def _is_long(self, tokens: list[int]) -> bool:
         switch = self.runner.model.rope_switch
-        return b"long" if switch is not None and len(tokens) > switch else b""
+        return switch is not None and len(tokens) > switch
+
+    def _salt(self, tokens: list[int]) -> bytes:
+        return b"long" if self._is_long(tokens) else b""
 
     def _follow_rope(self, track: Track) -> None:
         """A sequence that grows past the switch is computed anew."""
-        switch = self.runner.model.rope_switch
-        if switch is not None and len(track.tokens) == switch + 1 and track.computed == switch:
+        if self._is_long(track.tokens) and not track.is_long:
             self.pool.release(track.table)
-            track.table, track.computed = self.pool.new_table(), 0
+            track.table, track.computed, track.is_long = self.pool.new_table(), 0, True

@@ -16,9 +16,14 @@ from model.rope import RopeTable, inverse_frequencies, rotate
 
 CPU = torch.device("cpu")
 DIM, THETA, CONTEXT, ORIGINAL = 32, 50_000.0, 256, 64
-LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": ORIGINAL}
-YARN = {"factor": 4.0, "original_max_position_embeddings": ORIGINAL}
-LONG = {
+LLAMA3: dict[str, Any] = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": ORIGINAL,
+}
+YARN: dict[str, Any] = {"factor": 4.0, "original_max_position_embeddings": ORIGINAL}
+LONG: dict[str, Any] = {
     "short_factor": [1.0 + i / 16 for i in range(DIM // 2)],
     "long_factor": [2.0 + i for i in range(DIM // 2)],
     "original_max_position_embeddings": ORIGINAL,
@@ -94,7 +99,8 @@ def test_rotation(partial: float) -> None:
     x = torch.randn(3, 6, DIM)
     cos, sin = table.rows(positions, None, torch.float32)
     full = [torch.cat([part, part], dim=-1).transpose(0, 1) for part in (cos, sin)]  # [1, 3, rotary_dim]
-    expected, _ = apply_rotary_pos_emb(x.transpose(0, 1)[None], x.transpose(0, 1)[None], *full)
+    rotated: Any = apply_rotary_pos_emb
+    expected, _ = rotated(x.transpose(0, 1)[None], x.transpose(0, 1)[None], *full)
     assert torch.allclose(rotate(x, cos, sin), expected[0].transpose(0, 1), atol=1e-6)
 
 

@@ -1,0 +1,144 @@
+"""The runner's contract: what a step returns, and that one row's trouble stays its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from model.batch import BAD_LOGITS, NO_TOKEN, Batch, Row
+from model.executor import PROMPT_ROWS, Runner
+from model.params import SamplingParams
+from tests.model.conftest import TINY
+from tests.model.parity import GREEDY, build, make_runner, prompts
+
+VOCAB = TINY["vocab_size"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("executor")
+    build("llama", folder)
+    return folder
+
+
+@pytest.fixture
+def runner(folder: Path) -> Runner:
+    return make_runner(folder)
+
+
+def row(tokens: list[int], start: int, count: int, first_block: int, **changes: Any) -> Row:
+    blocks = list(range(first_block, first_block + -(-len(tokens) // 16)))
+    values: dict[str, Any] = {"prompt_len": len(tokens), "params": GREEDY} | changes
+    return Row(tokens=tokens, start=start, count=count, blocks=blocks, **values)
+
+
+def one(runner: Runner, *rows: Row) -> list[int]:
+    return runner.execute(Batch(list(rows))).result().tokens
+
+
+def asking(**changes: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=1, seed=0, temperature=0.0, **changes)
+
+
+def test_an_empty_batch(runner: Runner) -> None:
+    result = runner.execute(Batch([])).result()
+    assert (result.tokens, result.logprobs, result.prompt_logprobs) == ([], [], [])
+
+
+def test_a_chunk_draws_only_at_its_end(runner: Runner) -> None:
+    (prompt,) = prompts(VOCAB, [40])
+    assert one(runner, row(prompt, 0, 30, 1)) == [NO_TOKEN]
+    assert one(runner, row(prompt, 30, 10, 1, samples=False)) == [NO_TOKEN]
+    assert one(runner, row(prompt, 30, 10, 1))[0] >= 0
+
+
+def test_a_result_may_be_asked_for_twice(runner: Runner) -> None:
+    (prompt,) = prompts(VOCAB, [10])
+    pending = runner.execute(Batch([row(prompt, 0, 10, 1)]))
+    assert pending.result() is pending.result()
+
+
+def test_copies_are_made_before_the_step(runner: Runner) -> None:
+    (prompt,) = prompts(VOCAB, [10])
+    expected = one(runner, row(prompt, 0, 10, 1))
+    copied = row(prompt, 9, 1, 7)
+    runner.storage.data[:, :, 7] = torch.nan
+    assert runner.execute(Batch([copied], copies=[(1, 7)])).result().tokens == expected
+
+
+def test_a_step_larger_than_the_runner_is_refused(folder: Path) -> None:
+    (prompt,) = prompts(VOCAB, [33])
+    with pytest.raises(ValueError, match="larger than the 32 of the runner"):
+        one(make_runner(folder, max_tokens=32), row(prompt, 0, 33, 1))
+
+
+def test_broken_numbers_of_one_row_do_not_reach_its_neighbours(runner: Runner) -> None:
+    good, bad = prompts(VOCAB, [40, 40])
+    expected = one(runner, row(good, 0, 40, 1))
+    one(runner, row(bad, 0, 30, 11))
+    runner.storage.data[:, :, 11] = torch.nan
+    assert one(runner, row(bad, 30, 10, 11), row(good, 39, 1, 1)) == [BAD_LOGITS, *expected]
+    # The blocks it leaves behind are given to somebody else, who fills less of them.
+    runner.storage.data[:, :, 11:14] = torch.nan
+    assert one(runner, row(good, 0, 40, 11)) == expected
+
+
+def test_seeded_draws_do_not_depend_on_the_batch(runner: Runner) -> None:
+    first, second = prompts(VOCAB, [20, 31])
+    params = SamplingParams(max_tokens=5, seed=7, temperature=1.5)
+    alone = one(runner, row(first, 0, 20, 1, params=params))
+    together = one(runner, row(second, 0, 31, 5, params=params), row(first, 0, 20, 1, params=params))
+    assert together[1:] == alone
+
+
+Reference = Callable[[list[int]], torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> Reference:
+    """Log-probabilities [tokens, vocab] of a prompt, by transformers."""
+    module: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+    def logprobs(prompt: list[int]) -> torch.Tensor:
+        with torch.inference_mode():
+            logits: torch.Tensor = module(torch.tensor([prompt]), use_cache=False).logits[0]
+        return logits.log_softmax(-1)
+
+    return logprobs
+
+
+def test_prompt_logprobs_in_chunks(runner: Runner, reference: Reference) -> None:
+    (prompt,) = prompts(VOCAB, [PROMPT_ROWS + 40])
+    params = asking(prompt_logprobs=2, logprobs=1)
+    found = []
+    for start, count in ((0, 5), (5, PROMPT_ROWS + 34), (PROMPT_ROWS + 39, 1)):
+        part = row(prompt, start, count, 1, params=params)
+        plain = row(prompt[:17], 0, 17, 20)
+        result = runner.execute(Batch([plain, part])).result()
+        assert result.prompt_logprobs[0] is None
+        values = result.prompt_logprobs[1]
+        assert values is not None
+        found += values
+    expected = reference(prompt)
+    assert len(found) == len(prompt) - 1
+    for position, value in enumerate(found):
+        exact = expected[position]
+        assert value.logprob == pytest.approx(float(exact[prompt[position + 1]]), abs=1e-3)
+        assert value.top_ids == exact.topk(2).indices.tolist()
+    drawn = result.logprobs[1]
+    assert drawn is not None
+    assert drawn.logprob == pytest.approx(float(expected[-1].max()), abs=1e-3)
+    assert drawn.top_ids == [result.tokens[1]]
+
+
+def test_no_prompt_logprobs_after_the_prompt(runner: Runner) -> None:
+    (prompt,) = prompts(VOCAB, [12])
+    params = asking(prompt_logprobs=0)
+    one(runner, row(prompt, 0, 12, 1, params=params))
+    decode = row([*prompt, 5], 12, 1, 1, prompt_len=12, params=params)
+    assert runner.execute(Batch([decode])).result().prompt_logprobs == [[]]
