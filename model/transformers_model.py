@@ -12,8 +12,7 @@ pool and alone through transformers' eager attention; where the logits differ, t
 from __future__ import annotations
 
 import contextvars
-import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -31,9 +30,10 @@ from model.batch import Batch, Row
 from model.config import ModelConfig
 from model.errors import ModelError
 from model.inputs import InputBuilder, StepInputs
-from model.linear import Head
 from model.params import SamplingParams
 from model.precision import Precision
+from model.transformers_head import Given, head_only
+from model.transformers_rope import follow_lengths, lengths
 
 NAME = "octavo"
 CHECKED = (19, 14)
@@ -112,9 +112,8 @@ class TransformersModel:
         if self._base is module:
             raise ModelError(f"{config.architecture} has no base model apart from its head")
         self.rope_switch = follow_lengths(module)
-        self._lengths: Tensor | None = None
         self._given = Given()
-        self._head = _head_only(module, self._given, precision)
+        self._head = head_only(module, self._given, precision)
         self.weight_bytes = sum(p.nbytes for p in module.parameters()) + sum(b.nbytes for b in module.buffers())
         self.config = self._probe(config)
         self._check(precision)
@@ -130,14 +129,14 @@ class TransformersModel:
     def _run(self, step: Step) -> Tensor:
         inputs = step.inputs
         token = _step.set(step)
-        known = _lengths.set(inputs.lengths)
+        known = lengths.set(inputs.lengths)
         try:
             out = self._base(
                 input_ids=inputs.token_ids[None], position_ids=inputs.positions[None], use_cache=False
             ).last_hidden_state[0]
         finally:
             _step.reset(token)
-            _lengths.reset(known)
+            lengths.reset(known)
         hidden: Tensor = out
         return hidden
 
@@ -158,10 +157,14 @@ class TransformersModel:
         if len(sizes) > 1 or first.head_dim != first.value_dim:
             raise ModelError(f"{name} has keys and values of several sizes")
         types = list(getattr(text, "layer_types", None) or [])
+        windows = [shape.window for shape in shapes]
+        windowed = getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True)
+        if windowed and not types and None in windows:
+            raise ModelError(f"{name} hides the window of its layers")
         for layer, kind in enumerate(types):
             if kind not in ("full_attention", "sliding_attention"):
                 raise ModelError(f"{name} has layers of the type {kind}")
-            if kind == "sliding_attention" and shapes[layer].window is None:
+            if kind == "sliding_attention" and windows[layer] is None:
                 raise ModelError(f"{name} hides the window of its sliding layers")
         return replace(
             config, num_layers=len(shapes), num_kv_heads=first.kv_heads, head_dim=first.head_dim, native=False
@@ -183,11 +186,11 @@ class TransformersModel:
             theirs = []
             for sequence in sequences:
                 ids = torch.tensor([sequence], device=self.device)
-                known = _lengths.set(torch.full_like(ids[0], len(sequence)))
+                known = lengths.set(torch.full_like(ids[0], len(sequence)))
                 try:
                     theirs.append(self._module(input_ids=ids, use_cache=False).logits[0].float())
                 finally:
-                    _lengths.reset(known)
+                    lengths.reset(known)
             self._module.set_attn_implementation(NAME)
         expected = torch.cat(theirs)
         tolerance = 1e-3 if precision.compute == torch.float32 else 5e-2
@@ -203,96 +206,6 @@ class TransformersModel:
             used += len(blocks)
             rows.append(Row(tokens, len(tokens), 0, len(tokens), blocks, SamplingParams(max_tokens=1, seed=0)))
         return InputBuilder(sum(map(len, sequences)), 16, self.device).build(Batch(rows)), used
-
-
-class GivenOutput:
-    """What a base model returns, as far as its head needs it: hidden states, and None under every other name."""
-
-    def __init__(self, hidden: Tensor) -> None:
-        self.last_hidden_state = hidden
-
-    def __getattr__(self, name: str) -> None:
-        return None
-
-    def __getitem__(self, index: int) -> Tensor:
-        return (self.last_hidden_state,)[index]
-
-
-class Given(nn.Module):
-    """Stands where the base model was and hands out what was computed before."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.hidden = torch.empty(0)
-
-    @property
-    def decoder(self) -> Given:
-        """OPT reaches past its base model."""
-        return self
-
-    def forward(self, *_: Any, **__: Any) -> GivenOutput:
-        return GivenOutput(self.hidden)
-
-
-class WideHead(nn.Module):
-    """A 16-bit LM head whose logits are float32."""
-
-    def __init__(self, linear: nn.Linear, precision: Precision) -> None:
-        super().__init__()
-        self.head = Head(linear.weight, linear.bias, precision)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(x[0])[None]
-
-
-def _head_only(module: Any, given: Given, precision: Precision) -> Any:
-    """`module` without its base model: the LM head, and whatever its class does to logits. Weights are shared."""
-    head = copy.copy(module)
-    parts = dict(module._modules)
-    parts[module.base_model_prefix] = given
-    output = module.get_output_embeddings()
-    if not isinstance(output, nn.Linear) or output not in parts.values():
-        raise ModelError(f"{type(module).__name__} has no linear head")
-    if precision.compute != torch.float32:
-        name = next(name for name, part in parts.items() if part is output)
-        parts[name] = WideHead(output, replace(precision, weights=precision.compute))
-    head.__dict__["_modules"] = parts
-    return head
-
-
-_lengths: contextvars.ContextVar[Tensor] = contextvars.ContextVar("octavo_lengths")
-"""Known tokens of each token's sequence, [T]."""
-
-
-def follow_lengths(module: Any) -> int | None:
-    """Make longrope choose its factors for each sequence, not by the largest position of the whole step.
-
-    Returns `RopeTable.switch`. transformers' other scalings depend on no length below max_position_embeddings.
-    """
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    switch: int | None = None
-    for rope in module.modules():
-        kind = getattr(rope, "rope_type", None)
-        if isinstance(kind, dict) and "longrope" in kind.values():
-            raise ModelError(f"{type(module).__name__} has longrope for some of its layers only")
-        if kind != "longrope":
-            continue
-        switch = int(rope.config.rope_parameters["original_max_position_embeddings"])
-        long, _ = ROPE_INIT_FUNCTIONS["longrope"](rope.config, seq_len=switch + 1)
-        rope.forward = _longrope(rope.original_inv_freq, long, rope.attention_scaling, switch)
-    return switch
-
-
-def _longrope(short: Tensor, long: Tensor, factor: float, switch: int) -> Callable[..., tuple[Tensor, Tensor]]:
-    def forward(x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        is_long = (_lengths.get() > switch)[None, :, None]
-        frequencies = torch.where(is_long, long.to(x.device), short.to(x.device))
-        angles = position_ids[..., None].float() * frequencies
-        both = torch.cat((angles, angles), dim=-1)
-        return (both.cos() * factor).to(x.dtype), (both.sin() * factor).to(x.dtype)
-
-    return forward
 
 
 @contextmanager
