@@ -19,7 +19,7 @@ GARBAGE = -7
 AT_ONCE = st.booleans()
 
 SETTINGS = settings(
-    max_examples=250,
+    max_examples=150,
     stateful_step_count=60,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
