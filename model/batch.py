@@ -15,7 +15,8 @@ from typing import Protocol
 from model.params import Logprob, SamplingParams
 
 NO_TOKEN = -1
-"""The row drew no token: its chunk ends before the end of its sequence, or it may generate none."""
+"""The row drew no token: its chunk ends before the end of its sequence, or it may generate none. From a row that
+samples: its masks leave no token, and the sequence must end."""
 BAD_LOGITS = -2
 """The row's logits were not finite; its request must fail, its neighbours must not."""
 

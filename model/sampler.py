@@ -32,8 +32,8 @@ class Sampler:
     def sample(self, logits: torch.Tensor, rows: Sequence[Row]) -> tuple[list[int], list[Logprob | None]]:
         """Token and, where `params.logprobs` asks for it, logprob of every row. logits: float32 [len(rows), vocab].
 
-        BAD_LOGITS for a row whose logits hold NaN or +inf, or nothing but -inf. Where a request's own masks leave no
-        token, the sequence must end: its first stop token, or NO_TOKEN if it has none.
+        BAD_LOGITS for a row whose logits hold NaN or +inf, or nothing but -inf. NO_TOKEN where the request's own masks
+        leave no token: its sequence must end.
         """
         peaks, likeliest = _peaks(logits)
         tokens = np.where(np.isfinite(peaks), likeliest, BAD_LOGITS)
@@ -54,9 +54,7 @@ def _draw_edited(scores: torch.Tensor, edited: list[int], rows: Sequence[Row], t
     """Fill in the tokens of rows `edited`, whose edited logits are `scores` [len(edited), vocab]."""
     peaks, likeliest = _peaks(scores)
     own = np.where(np.isfinite(peaks), likeliest, BAD_LOGITS)
-    for i in np.flatnonzero(np.isneginf(peaks)):
-        stops = [t for t in rows[edited[i]].params.stop_token_ids if 0 <= t < scores.shape[1]]
-        own[i] = stops[0] if stops else NO_TOKEN
+    own[np.isneginf(peaks)] = NO_TOKEN
     able = np.flatnonzero(np.isfinite(peaks)).tolist()
     _draw_random(scores, peaks, able, [rows[i] for i in edited], own)
     tokens[edited] = own

@@ -11,7 +11,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 from kvpool.pool import KVPool
-from model.batch import BAD_LOGITS, Batch, Executor, Pending, Row
+from model.batch import BAD_LOGITS, NO_TOKEN, Batch, Executor, Pending, Row
 from scheduler import invariants, isolation
 from scheduler.budget import Budget
 from scheduler.cost import CostModel
@@ -266,6 +266,10 @@ class Engine:
         request = sequence.request
         if request.unborn:
             self._fork(sequence)
+        if token == NO_TOKEN:  # The request's masks leave nothing to draw.
+            self._report.end(request.id, sequence.index, FinishReason.STOP)
+            self._release(sequence)
+            return
         sequence.tokens.append(token)
         finish = self._finish(sequence)
         self._report.token(sequence, token, int(finish), logprob)

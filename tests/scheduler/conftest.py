@@ -67,6 +67,8 @@ class FakeRunner:
         """Rows that make a step raise."""
         self.spoiled: Callable[[Row], bool] = lambda row: False
         """Rows whose logits are not finite."""
+        self.muted: Callable[[Row], bool] = lambda row: False
+        """Rows whose masks leave no token."""
         self.seconds: Callable[[Batch], float] = lambda batch: 0.001
         """What a step takes."""
         self.batches: list[list[tuple[int, int]]] = []
@@ -122,7 +124,7 @@ class FakeRunner:
             prompt = [logprob(seen[: p + 1], row.tokens[p + 1]) for p in range(row.start, last)]
         if self.spoiled(row):
             return BAD_LOGITS, None, prompt
-        if not row.samples:
+        if not row.samples or self.muted(row):
             return NO_TOKEN, None, prompt
         token = draw(seen, row.params, row.index)
         return token, logprob(seen, token) if row.params.logprobs is not None else None, prompt

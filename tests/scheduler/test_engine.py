@@ -346,6 +346,19 @@ def test_bad_logits_at_the_prompt_end_all_siblings(world: type[World]) -> None:
     assert all("not finite" in stream.error for stream in it.streams.values())
 
 
+def test_row_whose_masks_leave_no_token_ends_and_its_siblings_too(world: type[World]) -> None:
+    it = world()
+    it.runner.muted = lambda row: row.tokens[0] == 100 and len(row.tokens) > 10
+    it.add(range(100, 109), n=3, max_tokens=20)
+    it.add(range(9), max_tokens=20)
+    it.run()
+    for index in range(3):
+        stream = it.streams[1, index]
+        assert stream.finish is FinishReason.STOP
+        assert stream.tokens == it.expected(1, index).tokens[:2]
+    assert it.streams[2, 0] == it.expected(2, 0)
+
+
 def test_raising_row_fails_alone(world: type[World]) -> None:
     it = world()
     for start in range(0, 700, 100):
