@@ -23,7 +23,7 @@ BAD_LOGITS = -2
 
 @dataclass(slots=True)
 class Row:
-    """One sequence's part of a step. `tokens` and `blocks` are the owner's lists, read only until the step is collected."""
+    """One sequence's part of a step. `tokens` and `blocks` are the owner's lists: read only until it is collected."""
 
     tokens: list[int]
     """Every token known so far, prompt and generated."""
