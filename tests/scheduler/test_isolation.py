@@ -1,0 +1,85 @@
+"""What a bad row may do to its neighbours: nothing."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+import pytest
+
+from scheduler.messages import FinishReason
+
+if TYPE_CHECKING:
+    from tests.scheduler.conftest import World
+
+
+def test_bad_logits_end_one_row(world: type[World]) -> None:
+    it = world()
+    for start in (0, 100, 200):
+        it.add(range(start, start + 9), max_tokens=6)
+    it.step()
+    it.runner.spoiled = lambda row: row.tokens[0] == 100
+    it.run()
+    assert it.streams[2, 0].error == "the model's logits for this request are not finite"
+    for request in (1, 3):
+        assert it.streams[request, 0] == it.expected(request, 0)
+
+
+def test_bad_logits_at_the_prompt_end_all_siblings(world: type[World]) -> None:
+    it = world()
+    it.runner.spoiled = lambda row: True
+    it.add(range(9), n=3)
+    it.run()
+    assert all("not finite" in stream.error for stream in it.streams.values())
+
+
+def test_row_whose_masks_leave_no_token_ends_and_its_siblings_too(world: type[World]) -> None:
+    it = world()
+    it.runner.muted = lambda row: row.tokens[0] == 100 and len(row.tokens) > 10
+    it.add(range(100, 109), n=3, max_tokens=20)
+    it.add(range(9), max_tokens=20)
+    it.run()
+    for index in range(3):
+        stream = it.streams[1, index]
+        assert stream.finish is FinishReason.STOP
+        assert stream.tokens == it.expected(1, index).tokens[:2]
+    assert it.streams[2, 0] == it.expected(2, 0)
+
+
+def test_raising_row_fails_alone(world: type[World]) -> None:
+    it = world()
+    for start in range(0, 700, 100):
+        it.add(range(start, start + 9), max_tokens=6, n=2)
+    it.step()
+    it.runner.raises = lambda row: row.tokens[0] in (200, 500) and row.index == 1
+    it.run()
+    message = "the engine could not compute this request: ValueError: row at 8"
+    for (request, index), stream in it.streams.items():
+        if request in (3, 6) and index == 1:
+            assert stream.error == message
+        else:
+            assert stream == it.expected(request, index)
+
+
+def test_raising_once_costs_nobody_anything(world: type[World]) -> None:
+    it = world()
+    rng = random.Random(0)
+    it.runner.raises = lambda row: rng.random() < 0.02
+    for start in range(0, 700, 100):
+        it.add(range(start, start + 9), max_tokens=20, n=2)
+    it.run()
+    failed = [stream for stream in it.streams.values() if stream.error]
+    assert len(failed) < 14
+    for (request, index), stream in it.streams.items():
+        assert stream.error or stream == it.expected(request, index)
+
+
+def test_broken_runner_is_not_hidden(world: type[World]) -> None:
+    it = world()
+    it.runner.raises = lambda row: True
+    for number in range(7):
+        it.add(range(number, 9), max_tokens=3)
+        it.step()
+    it.add(range(9))
+    with pytest.raises(RuntimeError, match="8 steps in a row failed"):
+        it.step()
