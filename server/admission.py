@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import NoReturn
 
-from server.errors import Overloaded
+from server.errors import InvalidRequest, Overloaded
 
 REASONS = ("max_queued_requests", "max_queued_tokens")
 MAX_RETRY_SECONDS = 30
@@ -31,8 +31,10 @@ class Admission:
         self._queued_tokens = queued_tokens
 
     def reserve(self, sequences: int) -> None:
-        """Room for all sequences of a request, or none. Raises Overloaded."""
+        """Room for all sequences of a request, or none. Raises Overloaded; InvalidRequest where it could never be."""
         limit = self.max_running + self.max_queued
+        if sequences > limit:
+            raise InvalidRequest(f"n: {sequences} sequences are more than this server takes ({limit})", param="n")
         if self.sequences + sequences > limit:
             self._refuse("max_queued_requests", f"{self.sequences} sequences in flight, at most {limit}", sequences)
         if self._queued_tokens() >= self.max_queued_tokens:

@@ -26,6 +26,7 @@ from model.tokenizer import GenerationDefaults, Tokenizer, load_tokenizer
 from scheduler.messages import Progress, Ready
 from server.admission import Admission
 from server.app import create_app
+from server.connection import Connection
 from server.engine_client import EngineClient, EngineFailed
 from server.errors import RequestError, Unavailable
 from server.metrics import Metrics
@@ -40,7 +41,7 @@ log = logging.getLogger("octavo")
 HEADER_BYTES = 64 * 1024
 KEEP_ALIVE_SECONDS = 75
 """Longer than load balancers keep an idle connection, so that none of them writes to one that was just closed."""
-CLOSE_SECONDS = 2
+CLOSE_SECONDS = 1
 """For connections to end once their responses are complete."""
 GONE_SECONDS = 1.0
 """A server without an engine answers 503 for so long, and ends with an error."""
@@ -86,7 +87,7 @@ def make_http(service: Service) -> uvicorn.Server:
     """The HTTP server of a service."""
     config = uvicorn.Config(
         create_app(service),
-        http="h11",
+        http=Connection,
         ws="none",
         lifespan="off",
         log_config=None,
@@ -145,6 +146,9 @@ class Daemon:
             if loading.done():
                 loading.result()
                 await asyncio.wait((stopping, gone, http), return_when=asyncio.FIRST_COMPLETED)
+            if http.done():
+                http.result()
+                return FAILED
             if self.service.client.gone.is_set():
                 log.error("the engine process ended (status %s)", self._supervisor.exit_status())
                 await asyncio.wait((stopping,), timeout=GONE_SECONDS)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from server.admission import MAX_RETRY_SECONDS, Admission
-from server.errors import Overloaded
+from server.errors import InvalidRequest, Overloaded
 
 
 def test_all_sequences_or_none() -> None:
@@ -20,6 +20,11 @@ def test_all_sequences_or_none() -> None:
     admission.release(4)
     admission.reserve(4)
     assert (admission.sequences, admission.requests) == (5, 2)
+
+
+def test_what_could_never_fit_is_no_overload() -> None:
+    with pytest.raises(InvalidRequest, match="n: 6 sequences"):
+        Admission(2, 3, 100, lambda: 0).reserve(6)
 
 
 def test_waiting_tokens() -> None:
@@ -46,6 +51,8 @@ def test_never_above_the_limit(operations: list[int | None], running: int, queue
         if operation is None:
             if held:
                 admission.release(held.pop(0))
+            continue
+        if operation > running + queued:
             continue
         if sum(held) + operation <= running + queued:
             admission.reserve(operation)

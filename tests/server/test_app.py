@@ -78,6 +78,32 @@ def test_a_body_that_trickles_in(server: Running, monkeypatch: pytest.MonkeyPatc
         assert sock.recv(100).startswith(b"HTTP/1.1 408")
 
 
+@pytest.mark.parametrize("beginning", [b"", b"GET /health HTTP/1.1\r\nHost: x\r\n"])
+def test_a_head_that_does_not_come(server: Running, monkeypatch: pytest.MonkeyPatch, beginning: bytes) -> None:
+    """On a new connection, and on one that has served a request."""
+    monkeypatch.setattr("server.connection.HEAD_SECONDS", 0.3)
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as sock:
+        sock.sendall(beginning)
+        assert sock.recv(100) == b""
+    if beginning:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=5) as sock:
+            sock.sendall(beginning + b"\r\n")
+            answer = b""
+            while not answer.endswith(b"}"):
+                answer += sock.recv(1000)
+            assert answer.startswith(b"HTTP/1.1 200")
+            sock.sendall(beginning)
+            assert sock.recv(100) == b""
+
+
+def test_a_long_answer_is_no_slow_head(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server.connection.HEAD_SECONDS", 0.1)
+    server.engine.interval = 0.02
+    with httpx.Client(base_url=server.url) as client:
+        for _ in range(2):
+            assert client.post(COMPLETIONS, json={"prompt": "x", "max_tokens": 20}).status_code == 200
+
+
 def test_a_client_that_hangs_up_within_its_body(server: Running) -> None:
     gone = server.metric("octavo_client_disconnects_total")
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n"
