@@ -18,7 +18,7 @@ from loadtest.engine_driver import measure_engine, step_fields, step_table
 from loadtest.options import check, make_parser
 from loadtest.outcome import Outcome
 from loadtest.report import DEFINITIONS, Summary, result, summarise, table
-from loadtest.server_bench import measure_server
+from loadtest.server_bench import measure_interference, measure_server
 from loadtest.workloads import BadWorkload
 from model.errors import ModelError
 
@@ -40,8 +40,18 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _bench_server(args: argparse.Namespace) -> int:
+    if args.long_prompt_len is not None:
+        return _bench_interference(args)
     model, outcomes, duration = asyncio.run(measure_server(args))
     return _conclude(args, model, "openai", outcomes, duration)
+
+
+def _bench_interference(args: argparse.Namespace) -> int:
+    model, outcomes, duration, found = asyncio.run(measure_interference(args))
+    if found is None:
+        sys.stderr.write("a request failed, or a stream ended before the long prompt: raise --random-output-len\n")
+    status = _conclude(args, model, "openai", outcomes, duration, found.lines() if found is not None else None)
+    return status if found is not None else ALL_FAILED
 
 
 def _bench_engine(args: argparse.Namespace) -> int:

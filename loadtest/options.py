@@ -45,6 +45,11 @@ def make_parser() -> argparse.ArgumentParser:
     load("--ramp-up-strategy", choices=["linear", "exponential"], help="let the rate grow, instead of --request-rate")
     load("--ramp-up-start-rps", type=_positive(float), help="rate of the first request")
     load("--ramp-up-end-rps", type=_positive(float), help="rate of the last request")
+    load(
+        "--long-prompt-len",
+        type=_positive(int),
+        help="instead: --max-concurrency streams, and how their gaps change while one prompt of so many tokens arrives",
+    )
     load("--num-warmups", type=_natural, default=0, help="requests before the measured ones, with prompts of their own")
     load("--seed", type=int, default=0, help="of prompts and gaps; a prompt sent again may come from a cache")
 
@@ -101,6 +106,8 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         parser.error("--ramp-up-start-rps and --ramp-up-end-rps need --ramp-up-strategy")
     if args.ramp_up_strategy is not None and (None in ramp or args.request_rate != math.inf):
         parser.error("--ramp-up-strategy takes --ramp-up-start-rps and --ramp-up-end-rps, and no --request-rate")
+    if args.long_prompt_len is not None and (args.engine is not None or args.dataset_name != "random"):
+        parser.error("--long-prompt-len needs a server and random prompts: no --engine, no --dataset-name")
     if args.dataset_path is not None and args.dataset_name != "sharegpt":
         parser.error("--dataset-path goes with --dataset-name sharegpt")
     if args.engine is not None and (args.request_rate != math.inf or args.ramp_up_strategy is not None):

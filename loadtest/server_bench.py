@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from loadtest.arrivals import RampUp, send_offsets
 from loadtest.client import Client, NoModel, Served, Target, clock, texts_instead_of_tokens
+from loadtest.interference import Interference, interfere
 from loadtest.outcome import Outcome
 from loadtest.traffic import closed_loop, open_loop
 from loadtest.workloads import (
@@ -35,15 +36,38 @@ BYTES_PER_TOKEN = 4
 """Where the server can't count a text's tokens."""
 
 
+def make_client(args: argparse.Namespace) -> Client:
+    headers = dict(args.header)
+    if key := args.api_key or os.environ.get("OPENAI_API_KEY"):
+        headers["Authorization"] = f"Bearer {key}"
+    return Client(Target(args.base_url, args.endpoint, headers, args.request_timeout))
+
+
+async def measure_interference(args: argparse.Namespace) -> tuple[str, list[Outcome], float, Interference | None]:
+    """As measure_server, for one long prompt beside streams."""
+    async with make_client(args) as client:
+        served = await _served(client, args.model)
+        model = args.model or served.model
+        tokens = TokenRange.of_vocabulary(args.vocab_size or served.vocab_size)
+        lengths = (args.random_input_len, args.random_output_len, 0.0)
+        streams = random_prompts(args.max_concurrency or 8, *lengths, tokens, args.seed)
+        (long,) = random_prompts(1, args.long_prompt_len, 1, 0.0, tokens, args.seed + 1)
+        options = request_options(args, model)
+
+        async def send(prompt: Prompt, scheduled: float) -> Outcome:
+            return await client.send(prompt, options, scheduled)
+
+        began = clock()
+        outcomes, found = await interfere(send, streams, long)
+        return model, outcomes, clock() - began, found
+
+
 async def measure_server(args: argparse.Namespace) -> tuple[str, list[Outcome], float]:
     """The model's name, what became of each request, and how many seconds they took together.
 
     Raises Unreachable, NoModel or BadWorkload.
     """
-    headers = dict(args.header)
-    if key := args.api_key or os.environ.get("OPENAI_API_KEY"):
-        headers["Authorization"] = f"Bearer {key}"
-    async with Client(Target(args.base_url, args.endpoint, headers, args.request_timeout)) as client:
+    async with make_client(args) as client:
         served = await _served(client, args.model)
         model = args.model or served.model
         # Warm-ups get prompts of their own: the measured ones must not be in the server's cache.
