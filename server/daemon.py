@@ -45,7 +45,7 @@ CLOSE_SECONDS = 1
 """For connections to end once their responses are complete."""
 GONE_SECONDS = 1.0
 """A server without an engine answers 503 for so long, and ends with an error."""
-OK, FAILED, BAD_START = 0, 1, 2
+OK, FAILED = 0, 1
 
 
 class StartError(Exception):
