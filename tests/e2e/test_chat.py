@@ -56,13 +56,14 @@ def test_32_sdk_clients_stream_and_each_gets_its_own_answer(daemon: Daemon) -> N
 
 
 def test_kv_waste_of_32_streams_stays_under_4_percent(daemon: Daemon) -> None:
-    """Waste: slots of active blocks that hold no token. Only the last block of a sequence can have any."""
-    prompts = [f"Note {n}: " + "the river runs past the old mill and the quiet town, " * 18 for n in range(32)]
+    """Waste: slots of active blocks that hold no token. Only the last block of a sequence can have any, so lengths are
+    spread evenly over a block, as traffic's are."""
+    prompts = [[1000 + (97 * n + i) % 30_000 for i in range(224 + n % BLOCK)] for n in range(32)]
     wasted: list[float] = []
 
-    async def ask(client: openai.AsyncOpenAI, prompt: str) -> int:
+    async def ask(client: openai.AsyncOpenAI, prompt: list[int]) -> int:
         stream = await client.completions.create(
-            model=MODEL, prompt=prompt, max_tokens=48, temperature=0, stream=True, extra_body={"ignore_eos": True}
+            model=MODEL, prompt=prompt, max_tokens=80, temperature=0, stream=True, extra_body={"ignore_eos": True}
         )
         return len([chunk async for chunk in stream])
 
@@ -72,9 +73,9 @@ def test_kv_waste_of_32_streams_stays_under_4_percent(daemon: Daemon) -> None:
             while not all(task.done() for task in tasks):
                 scrape = await asyncio.to_thread(daemon.metrics)
                 slots = BLOCK * scrape["octavo_kv_blocks", ("state", "active")]
-                if scrape["octavo_requests_running",] == 32:
+                if scrape["octavo_requests_running",] >= 24:
                     wasted.append(1 - scrape["octavo_kv_active_tokens",] / slots)
-                await asyncio.sleep(0.02)
+                await asyncio.sleep(0.1)
             await asyncio.gather(*tasks)
 
     asyncio.run(run())

@@ -62,9 +62,11 @@ def test_prometheus_scrapes_and_gauges_are_right_after_a_mass_abort(daemon: Daem
         aborts = daemon.metric("octavo_requests_total", ("finish_reason", "abort"))
         with contextlib.ExitStack() as stack:
             client = stack.enter_context(httpx.Client(base_url=daemon.url, timeout=60))
+            streams = []
             for _ in range(16):
                 stream = stack.enter_context(client.stream("POST", "/v1/completions", json=request))
-                next(stream.iter_raw())
+                streams.append(stream.iter_raw())
+                next(streams[-1])
             assert daemon.metric("octavo_requests_running") == 16
             daemon.wait(lambda: query(base, "octavo_requests_running") == [16.0], 10, "Prometheus sees 16 running")
         daemon.wait(daemon.at_rest, 1, "blocks freed")
