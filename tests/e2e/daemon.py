@@ -28,6 +28,8 @@ class Daemon:
     process: subprocess.Popen[bytes]
     port: int
     log: Path
+    client: httpx.Client
+    """One for all scrapes: a new one each time would keep a core busy with certificates."""
 
     @property
     def url(self) -> str:
@@ -39,7 +41,7 @@ class Daemon:
 
     def metrics(self) -> dict[tuple[str | tuple[str, str], ...], float]:
         """One scrape: (name, (label, value), …) → value."""
-        text = httpx.get(f"{self.url}/metrics", timeout=10).text
+        text = self.client.get(f"{self.url}/metrics").text
         samples = re.findall(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (\S+)$", text, re.MULTILINE)
         return {(name, *re.findall(r'(\w+)="([^"]*)"', labels)): float(value) for name, labels, value in samples}
 
@@ -84,18 +86,19 @@ def serve(*flags: str) -> Iterator[Daemon]:
             stdout=out,
             stderr=subprocess.STDOUT,
         )
-    daemon = Daemon(process, port, log)
+    daemon = Daemon(process, port, log, httpx.Client(timeout=10))
 
     def ready() -> bool:
         assert process.poll() is None, f"exit {process.returncode} at start:\n{log.read_text()}"
         with contextlib.suppress(httpx.HTTPError):
-            return httpx.get(f"{daemon.url}/ready", timeout=2).status_code == 200
+            return daemon.client.get(f"{daemon.url}/ready").status_code == 200
         return False
 
     try:
         daemon.wait(ready, START_SECONDS, "ready")
         yield daemon
     finally:
+        daemon.client.close()
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
         try:

@@ -29,8 +29,8 @@ def expressions() -> dict[str, str]:
 
 
 def test_every_panel_has_data(daemon: Daemon, tmp_path: Path) -> None:
-    with prometheus(f"127.0.0.1:{daemon.port}", tmp_path) as base:
-        daemon.wait(lambda: query(base, "octavo_engine_up") == [1.0], 30, "the first scrape")
+    with prometheus(f"127.0.0.1:{daemon.port}", tmp_path) as client:
+        daemon.wait(lambda: query(client, "octavo_engine_up") == [1.0], 30, "the first scrape")
         # Twice, so that the second one hits the prefix cache.
         for _ in range(2):
             body = {"model": MODEL, "prompt": "Once upon a time " * 20, "max_tokens": 8, "ignore_eos": True}
@@ -41,7 +41,7 @@ def test_every_panel_has_data(daemon: Daemon, tmp_path: Path) -> None:
 
         def all_have_data() -> bool:
             for name, expression in list(empty.items()):
-                values = query(base, expression)
+                values = query(client, expression)
                 if values and not any(map(math.isnan, values)):
                     del empty[name]
             return not empty

@@ -19,8 +19,8 @@ if shutil.which("prometheus") is None and "CI" not in os.environ:
 
 
 @contextlib.contextmanager
-def prometheus(target: str, folder: Path) -> Iterator[str]:
-    """Prometheus scraping `target` twice a second; yields its URL."""
+def prometheus(target: str, folder: Path) -> Iterator[httpx.Client]:
+    """Prometheus scraping `target` twice a second; yields a client of it."""
     config = folder / "prometheus.yml"
     config.write_text(
         "global: {scrape_interval: 500ms, scrape_timeout: 500ms}\n"
@@ -38,16 +38,17 @@ def prometheus(target: str, folder: Path) -> Iterator[str]:
         stderr=subprocess.DEVNULL,
     )
     try:
-        yield f"http://{listen}"
+        with httpx.Client(base_url=f"http://{listen}", timeout=5) as client:
+            yield client
     finally:
         process.terminate()
         process.wait(20)
 
 
-def query(base: str, expression: str) -> list[float]:
+def query(client: httpx.Client, expression: str) -> list[float]:
     """Values of an instant query; empty while Prometheus starts."""
     try:
-        reply = httpx.get(f"{base}/api/v1/query", params={"query": expression}, timeout=5)
+        reply = client.get("/api/v1/query", params={"query": expression})
     except httpx.TransportError:
         return []
     if reply.status_code != 200:
@@ -56,28 +57,28 @@ def query(base: str, expression: str) -> list[float]:
 
 
 def test_prometheus_scrapes_and_gauges_are_right_after_a_mass_abort(daemon: Daemon, tmp_path: Path) -> None:
-    with prometheus(f"127.0.0.1:{daemon.port}", tmp_path) as base:
-        daemon.wait(lambda: query(base, 'up{job="octavo"}') == [1.0], 30, "the target is up")
+    with prometheus(f"127.0.0.1:{daemon.port}", tmp_path) as client:
+        daemon.wait(lambda: query(client, 'up{job="octavo"}') == [1.0], 30, "the target is up")
         request = {"model": MODEL, "prompt": "x", "max_tokens": 2000, "ignore_eos": True, "stream": True}
         aborts = daemon.metric("octavo_requests_total", ("finish_reason", "abort"))
         with contextlib.ExitStack() as stack:
-            client = stack.enter_context(httpx.Client(base_url=daemon.url, timeout=60))
+            users = stack.enter_context(httpx.Client(base_url=daemon.url, timeout=60))
             streams = []
             for _ in range(16):
-                stream = stack.enter_context(client.stream("POST", "/v1/completions", json=request))
+                stream = stack.enter_context(users.stream("POST", "/v1/completions", json=request))
                 streams.append(stream.iter_raw())
                 next(streams[-1])
             assert daemon.metric("octavo_requests_running") == 16
-            daemon.wait(lambda: query(base, "octavo_requests_running") == [16.0], 10, "Prometheus sees 16 running")
+            daemon.wait(lambda: query(client, "octavo_requests_running") == [16.0], 10, "Prometheus sees 16 running")
         daemon.wait(daemon.at_rest, 1, "blocks freed")
         assert daemon.metric("octavo_requests_total", ("finish_reason", "abort")) == aborts + 16
         assert daemon.metric("octavo_kv_usage_ratio") == 0
         assert daemon.metric("vllm:kv_cache_usage_perc") == 0
         assert daemon.metric("vllm:num_requests_running") == daemon.metric("vllm:num_requests_waiting") == 0
         daemon.wait(
-            lambda: query(base, "sum(octavo_requests_running + octavo_requests_waiting)") == [0.0], 10, "seen idle"
+            lambda: query(client, "sum(octavo_requests_running + octavo_requests_waiting)") == [0.0], 10, "seen idle"
         )
-        assert query(base, "rate(octavo_generation_tokens_total[1m])")[0] > 0
+        assert query(client, "rate(octavo_generation_tokens_total[1m])")[0] > 0
 
 
 def test_promtool_accepts_the_clean_names(daemon: Daemon) -> None:
