@@ -15,6 +15,9 @@ MAX_SLOWDOWN = 2.2
 usual gaps, and neither the estimate nor the machine is steady."""
 MIN_SLOWDOWN = 1.5
 """A step that is longer than the target anyway still does so much prompt work, relative to itself."""
+ALONE_SLOWDOWN = 5.0
+"""Where no stream waits, a step may take so many times what it costs to read the weights once, whatever the target:
+shorter chunks would spend most of their time on that reading."""
 
 
 class Purse:
@@ -67,7 +70,8 @@ class Budget:
         if cost is None:
             return Purse(tokens, min_chunk)
         alone = cost.decode_seconds(rows, context)
-        allowed = max(self.target, MIN_SLOWDOWN * alone)
         if rows:
-            allowed = min(allowed, MAX_SLOWDOWN * alone)
+            allowed = min(max(self.target, MIN_SLOWDOWN * alone), MAX_SLOWDOWN * alone)
+        else:
+            allowed = max(self.target, ALONE_SLOWDOWN * alone)
         return Purse(tokens, min_chunk, allowed - alone, cost.token_seconds, cost.pair_seconds)
