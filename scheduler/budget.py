@@ -21,34 +21,44 @@ shorter chunks would spend most of their time on that reading."""
 
 
 class Purse:
-    """What a step may still spend on prompts: tokens, and seconds at a linear and a quadratic price."""
+    """What a step may still spend on prompts: tokens, and seconds at a fixed, a linear and a quadratic price."""
 
-    __slots__ = ("_pair", "_seconds", "_token", "min_chunk", "tokens")
+    __slots__ = ("_pair", "_reach", "_seconds", "_token", "min_chunk", "tokens")
 
     def __init__(
-        self, tokens: int, min_chunk: int, seconds: float = inf, token_seconds: float = 0.0, pair_seconds: float = 0.0
+        self,
+        tokens: int,
+        min_chunk: int,
+        seconds: float = inf,
+        token_seconds: float = 0.0,
+        pair_seconds: float = 0.0,
+        reach_seconds: float = 0.0,
     ) -> None:
         self.tokens = max(0, tokens)
         self.min_chunk = min(min_chunk, self.tokens)
         self._seconds = seconds
         self._token = token_seconds
         self._pair = pair_seconds
+        self._reach = reach_seconds
 
-    def afford(self, start: int, share: float = 1.0) -> int:
+    def afford(self, start: int, share: float = 1.0, begun: bool = False) -> int:
         """How many tokens after `start` others can be had for this share of what is left.
 
-        n tokens cost token · n + pair · (start · n + n² / 2).
+        n tokens cost reach · start + token · n + pair · (start · n + n² / 2); the first part is paid once a chunk, so
+        not where the chunk has `begun`.
         """
         tokens = ceil(self.tokens * share)
         if self._seconds == inf:
             return tokens
-        seconds = max(0.0, self._seconds * share)
+        seconds = max(0.0, self._seconds * share - (0.0 if begun else self._reach * start))
         price = self._token + self._pair * start
         return min(tokens, int(2 * seconds / (price + sqrt(price * price + 2 * self._pair * seconds))))
 
-    def spend(self, start: int, count: int) -> None:
+    def spend(self, start: int, count: int, begun: bool = False) -> None:
         self.tokens -= count
         self._seconds -= self._token * count + self._pair * count * (start + count / 2)
+        if not begun:
+            self._seconds -= self._reach * start
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,4 +84,5 @@ class Budget:
             allowed = min(max(self.target, MIN_SLOWDOWN * alone), MAX_SLOWDOWN * alone)
         else:
             allowed = max(self.target, ALONE_SLOWDOWN * alone)
-        return Purse(tokens, min_chunk, allowed - alone, cost.token_seconds, cost.pair_seconds)
+        prices = cost.token_seconds, cost.pair_seconds, cost.reach_seconds
+        return Purse(tokens, min_chunk, allowed - alone, *prices)

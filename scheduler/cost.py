@@ -2,6 +2,7 @@
 
     seconds ≈ a + b · decode rows + e · context tokens read by them        fitted on steps that only decode
             + c · prefill tokens + d · (prefill tokens · their context)    fitted on what is left of the others
+            + f · context tokens read by the prompts' rows
 
 Two small least-squares fits with exponential forgetting, each fed only by the steps that say something about it: a
 long time without prompts must not make it forget what prompts cost. Errors are relative to the geometric mean of what
@@ -42,6 +43,8 @@ class Work:
     """Tokens of longer rows."""
     product: float = 0.0
     """Σ over those tokens of the tokens each one attends to."""
+    reach: int = 0
+    """Tokens in the pool that the longer rows read, once each, however many tokens of theirs attend to them."""
 
 
 class Fit:
@@ -90,7 +93,7 @@ class CostModel:
         self._decode = Fit([weights / 10e9, weights / 100e9, token / 4000])
         self._decoded = 0
         """Steps without a prompt that were seen."""
-        self._prefill = Fit([token, token / 4000])
+        self._prefill = Fit([token, token / 4000, token / 400])
 
     def decode_seconds(self, rows: int, context: int) -> float:
         """A step of `rows` single tokens, which read `context` tokens together. 0 rows: what any step costs."""
@@ -107,9 +110,13 @@ class CostModel:
         """Of one prompt token attending to one token."""
         return self._prefill.theta[1]
 
+    @property
+    def reach_seconds(self) -> float:
+        """Of reading one token of a prompt's context out of the pool, for a whole chunk."""
+        return self._prefill.theta[2]
+
     def seconds(self, work: Work) -> float:
-        prefill = self.token_seconds * work.prefill + self.pair_seconds * work.product
-        return self.decode_seconds(work.rows, work.context) + prefill
+        return self.decode_seconds(work.rows, work.context) + self._prefill.predict(_prefill(work))
 
     def observe(self, work: Work, seconds: float) -> None:
         """Learn from a step that took `seconds` ≥ 0."""
@@ -128,4 +135,8 @@ class CostModel:
             # Decoding was hardly seen yet: the whole guess was off, so both parts of it were.
             rest = seconds * (1 - alone / whole)
             self._decode.observe(decode, seconds - rest, scale)
-        self._prefill.observe((float(work.prefill), work.product), rest, scale)
+        self._prefill.observe(_prefill(work), rest, scale)
+
+
+def _prefill(work: Work) -> tuple[float, ...]:
+    return float(work.prefill), work.product, float(work.reach)

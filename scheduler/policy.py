@@ -218,9 +218,9 @@ def _share(prompts: list[_Prompt], purse: Purse) -> None:
             prompt.count = count
             purse.spend(prompt.start, count)
     if others:
-        more = min(oldest.pending - oldest.count, purse.afford(oldest.start + oldest.count))
+        more = min(oldest.pending - oldest.count, purse.afford(oldest.start + oldest.count, begun=True))
         if more > 0:
-            purse.spend(oldest.start + oldest.count, more)
+            purse.spend(oldest.start + oldest.count, more, begun=True)
             oldest.count += more
     prompts[:] = [oldest, *others]
 
@@ -251,10 +251,11 @@ def _place(state: SchedulerState, step: Plan, prompts: list[_Prompt], free: int)
         step.admitted[prompt.sequence] = hit
         if prompt.sequence.request.prompt_values is None:
             coming.append(_next_block(prompt, size))
-    prefill, product = 0, 0.0
+    prefill, product, reach = 0, 0.0, 0
     for prompt in placed:
         step.counts[prompt.sequence] = prompt.count
         prefill += prompt.count
         product += prompt.count * (prompt.start + prompt.count / 2)
-    step.work = Work(step.work.rows, step.work.context, prefill, product)
+        reach += prompt.start
+    step.work = Work(step.work.rows, step.work.context, prefill, product, reach)
     return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -22,6 +23,9 @@ INLINE_BYTES = 64 * 1024
 """Larger bodies are parsed in a thread, so that streams do not wait for them."""
 
 M = TypeVar("M", bound=BaseModel)
+SURROGATE = re.compile("[\ud800-\udfff]")
+_Place = tuple[Any, Any] | None
+"""A key, and the place it stands in."""
 T = TypeVar("T")
 
 
@@ -73,17 +77,24 @@ def _not_json(body: bytes, reason: str) -> InvalidRequest:
 
 
 def _surrogate_path(body: bytes) -> str | None:
-    """Dotted path of the first string with a lone surrogate, found with the lenient reader."""
+    """Dotted path of the first string with a lone surrogate, found with the lenient reader.
+
+    Places are chains of keys, and only one of them is spelled out: a path per entry would take the body's square.
+    """
     try:
-        pending: list[tuple[str, Any]] = [("", json.loads(body))]
+        pending: list[tuple[_Place, Any]] = [(None, json.loads(body))]
     except (ValueError, RecursionError):
         return None
     while pending:
-        path, value = pending.pop()
-        if isinstance(value, str) and any("\ud800" <= char <= "\udfff" for char in value):
-            return path
+        place, value = pending.pop()
+        if isinstance(value, str) and SURROGATE.search(value):
+            names: list[str] = []
+            while place is not None:
+                place, key = place
+                names.append(str(key)[:64].encode(errors="replace").decode())
+            return ".".join(reversed(names))[:256]
         entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-        pending += [(f"{path}.{key}".lstrip("."), entry) for key, entry in entries]
+        pending += [((place, key), entry) for key, entry in entries]
     return None
 
 

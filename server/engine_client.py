@@ -120,9 +120,9 @@ class EngineClient:
             stream.fail(error)
 
     def close(self) -> None:
-        """Hang up: the engine process ends itself."""
+        """Hang up: the engine process ends itself. What it has not read yet is not worth waiting for."""
         if self._writer is not None:
-            self._writer.close()
+            self._writer.transport.abort()
 
     def _send(self, message: ToEngine) -> None:
         if self._writer is not None and not self.gone.is_set():

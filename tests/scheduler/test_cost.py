@@ -9,19 +9,21 @@ import pytest
 from scheduler.budget import Budget
 from scheduler.cost import CostModel, Fit, Work
 
-TRUE = (0.031, 0.0021, 2.0e-7, 0.0045, 1.1e-6)
-"""a, b, e, c, d of the module's docstring, in seconds."""
+TRUE = (0.031, 0.0021, 2.0e-7, 0.0045, 1.1e-6, 5.0e-6)
+"""a, b, e, c, d, f of the module's docstring, in seconds."""
 
 
 def seconds(work: Work, factor: float = 1.0) -> float:
-    base, row, read, token, pair = TRUE
-    return factor * (base + row * work.rows + read * work.context + token * work.prefill + pair * work.product)
+    base, row, read, token, pair, reach = TRUE
+    prefill = token * work.prefill + pair * work.product + reach * work.reach
+    return factor * (base + row * work.rows + read * work.context + prefill)
 
 
 def some_work(rng: random.Random) -> Work:
     rows = rng.randrange(0, 33)
     prefill = rng.choice([0, 0, 8, 30, 100]) if rows else rng.choice([8, 30, 100])
-    return Work(rows, rows * rng.randrange(20, 3000), prefill, prefill * rng.uniform(10, 6000))
+    start = rng.randrange(6000) if prefill else 0
+    return Work(rows, rows * rng.randrange(20, 3000), prefill, prefill * (start + prefill / 2), start)
 
 
 def teach(model: CostModel, rng: random.Random, steps: int, factor: float = 1.0) -> None:
@@ -114,7 +116,7 @@ def test_purse_beside_decodes_stays_below_the_slowdown() -> None:
         purse = budget.purse(rows, context)
         count = max(purse.afford(start), 1)
         alone = model.decode_seconds(rows, context)
-        whole = model.seconds(Work(rows, context, count, count * (start + count / 2)))
+        whole = model.seconds(Work(rows, context, count, count * (start + count / 2), start))
         allowed = min(2.2 * alone, max(0.1, 1.5 * alone))
         assert whole <= allowed * 1.001 or count == 1
         assert whole + model.token_seconds + model.pair_seconds * (start + count) > allowed
@@ -134,10 +136,10 @@ def test_purse_pays_in_parts_what_it_pays_at_once() -> None:
     whole = budget.purse(0, 0).afford(100)
     purse = budget.purse(0, 0)
     at = 100
-    for _ in range(whole // 7):
-        purse.spend(at, 7)
+    for part in range(whole // 7):
+        purse.spend(at, 7, begun=part > 0)
         at += 7
-    assert abs(at - 100 + purse.afford(at) - whole) <= 1
+    assert abs(at - 100 + purse.afford(at, begun=True) - whole) <= 1
 
 
 def test_purse_in_tokens() -> None:
