@@ -13,7 +13,7 @@ from scheduler.cost import CostModel
 MAX_SLOWDOWN = 2.2
 """A step with a prompt chunk takes at most so many times the step that only decodes: streams must not wait for three
 usual gaps, and neither the estimate nor the machine is steady."""
-MIN_SLOWDOWN = 1.5
+MIN_SLOWDOWN = 2.0
 """A step that is longer than the target anyway still does so much prompt work, relative to itself."""
 ALONE_SLOWDOWN = 5.0
 """Where no stream waits, a step may take so many times what it costs to read the weights once, whatever the target:

@@ -117,7 +117,7 @@ def test_purse_beside_decodes_stays_below_the_slowdown() -> None:
         count = max(purse.afford(start), 1)
         alone = model.decode_seconds(rows, context)
         whole = model.seconds(Work(rows, context, count, count * (start + count / 2), start))
-        allowed = min(2.2 * alone, max(0.1, 1.5 * alone))
+        allowed = min(2.2 * alone, max(0.1, 2.0 * alone))
         assert whole <= allowed * 1.001 or count == 1
         assert whole + model.token_seconds + model.pair_seconds * (start + count) > allowed
 
