@@ -1,4 +1,5 @@
-"""Who may come in: slots for sequences, and room for prompt tokens that wait. A refusal costs nothing and comes first.
+"""Who may come in: slots for sequences, and room for prompt tokens that wait. A refusal comes
+before anything is tokenised, though after the body was read and validated.
 
 reserve(n) ── before tokenising ──▶ check_tokens(k) ── after ──▶ engine ── … ──▶ release(n)
 """

@@ -3,8 +3,8 @@
     event loop    length bound ──▶ (await) ──────────────────────▶ exact lengths, max_tokens
     own threads                    template, encoding, id ranges
 
-Tokenising takes milliseconds to seconds, so it has threads of its own. A text that is too long whatever the tokenizer
-makes of it is refused before it gets there.
+Tokenising takes milliseconds to seconds, so it has threads of its own. Content that is too long whatever the tokenizer
+makes of it is refused before it gets there; a message's other strings are not yet measured.
 """
 
 from __future__ import annotations
