@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import os
 import shlex
+import shutil
 import signal
 import sys
 from collections.abc import Sequence
@@ -175,6 +176,8 @@ def _peers(args: argparse.Namespace, cells: Sequence[Cell]) -> tuple[list[Peer],
         for name, flags in getattr(args, kind) or [(TITLES[kind], [])]:
             try:
                 peer = KINDS[kind](name, conditions)
+                if shutil.which(peer.command[0]) is None:
+                    raise NotFound(f"{peer.command[0]} is no program")
             except NotFound as error:
                 entries.append(Entry(name=name, kind=kind, command=[], missing=str(error)))
                 continue

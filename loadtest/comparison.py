@@ -172,11 +172,12 @@ def _cells(row: Row) -> list[str]:
 def _remarks(result: Comparison) -> list[str]:
     """What is not in the tables, or is there under a caveat; then how each server was started."""
     said = [f"* {entry.name} was not compared: {entry.missing}." for entry in result.servers if entry.missing]
-    said += [
-        f"* {run.server}, {run.cell}, round {run.round}: {run.error}; log: {run.log}."
-        for run in result.runs
-        if run.error is not None
-    ]
+    failures: dict[tuple[str, str | None, str | None], list[Run]] = {}
+    for run in result.runs:
+        if run.error is not None:
+            failures.setdefault((run.server, run.error, run.log), []).append(run)
+    for (server, error, log), runs in failures.items():
+        said.append(f"* {server}, round {runs[0].round}, {', '.join(run.cell for run in runs)}: {error}; log: {log}.")
     for row in result.summary:
         wanted = sum(map(int, row.cell.split("/")[0].split("+"))), int(row.cell.split("/")[1].split("@")[0])
         got = row.median.input_tokens, row.median.output_tokens

@@ -7,6 +7,7 @@ machine whose speed drifts is the same machine for all.
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from loadtest.running import Died, Running, running
 from loadtest.traffic import closed_loop
 from loadtest.workloads import Prompt
 
+DYING_SECONDS = 1.0
+"""From the moment a server's connections break until it is seen to be gone."""
 WARM_UP_TOKENS = 16
 """Of an answer before the measured ones: enough for whatever is made at first use."""
 
@@ -72,6 +75,8 @@ async def _turn(plan: Plan, peer: Peer, number: int, cells: Sequence[Cell], reco
                 try:
                     figures = await _measure(plan, peer, number, cell, server)
                 except NoFigures as error:
+                    await asyncio.sleep(DYING_SECONDS)
+                    server.check()
                     print(f"{tell}  {cell.name}: {error}", file=sys.stderr)
                     record(Run(server=peer.name, cell=cell.name, round=number, error=str(error), log=str(log)))
                 else:
