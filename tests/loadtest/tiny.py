@@ -21,7 +21,7 @@ def vocabulary() -> tuple[list[str], list[str], list[int]]:
     bytes_ = [chr(code) if 33 <= code <= 126 else chr(256 + code) for code in range(256)]
     pairs = [a + b for a in LETTERS for b in LETTERS]
     tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *bytes_, *pairs, *("Ġ" + pair for pair in pairs)]
-    merges = [f"{a} {b}" for a, b in pairs] + [f"Ġ {pair}" for pair in pairs]
+    merges = [f"{pair[0]} {pair[1]}" for pair in pairs] + [f"Ġ {pair}" for pair in pairs]
     return tokens, merges, [3, 3, 3] + [1] * (len(tokens) - 3)
 
 
