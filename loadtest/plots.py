@@ -9,7 +9,7 @@ from loadtest.comparison import Comparison
 from loadtest.extras import extra
 
 OCTAVO_COLOURS = ("#0b3d91", "#3f7fd9", "#8fb8f0", "#c4dcfa")
-PEER_COLOURS = ("#e69f00", "#009e73", "#cc79a7", "#8c564b", "#56b4e9", "#d55e00", "#999999")
+PEER_COLOURS = ("#e69f00", "#009e73", "#cc79a7", "#8c564b", "#7f7f7f", "#d55e00", "#f0e442")
 GROUP = 0.84
 """Share of a cell's width that its bars take."""
 
@@ -40,6 +40,7 @@ def plot(result: Comparison, path: Path) -> None:
         axes.bar_label(bars, rates, padding=2, fontsize=7, rotation=90)
     axes.axhline(1.0, color="#444444", linewidth=0.8, linestyle="--", zorder=0)
     axes.set_xticks(range(len(cells)), [cell.replace("@", "\n") + " at once" for cell in cells])
+    axes.margins(x=0.01)
     axes.set_ylabel("output tokens a second ÷ best peer's")
     axes.set_ylim(0, 1.15 * max(row.ratio for row in result.summary))
     axes.set_title(
