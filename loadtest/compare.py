@@ -17,7 +17,7 @@ from pathlib import Path
 from loadtest import comparison
 from loadtest.cells import Cell, Words, parse_cells
 from loadtest.comparison import Comparison, Entry, Run
-from loadtest.export import export_folder, export_gguf, gguf_source
+from loadtest.export import GGUF_KINDS, export_folder, export_gguf, gguf_source
 from loadtest.extras import MissingExtra, extra
 from loadtest.options import natural, positive
 from loadtest.peers import KINDS, TITLES, Conditions, NotFound, Peer, version_of
@@ -65,7 +65,7 @@ def make_parser() -> argparse.ArgumentParser:
     servers = parser.add_argument_group("servers").add_argument
     servers("--servers", type=_kinds, default=list(KINDS), metavar="KIND,KIND", help=f"of {','.join(KINDS)}")
     for kind in KINDS:
-        text = f"{TITLES[kind]} under this name, with these flags behind its usual ones; repeatable"
+        text = f"{TITLES[kind]} under this name, with these flags behind its usual ones ({{weights}}: the folder of weights); repeatable"
         servers(f"--{kind}", action="append", type=_variant, default=[], metavar='"LABEL: FLAGS"', help=text)
     for kind, (flag, variable, text) in PROGRAMS.items():
         servers(flag, dest=f"{kind}_program", metavar="PATH", default=os.environ.get(variable), help=text)
@@ -181,7 +181,8 @@ def _peers(args: argparse.Namespace, cells: Sequence[Cell]) -> tuple[list[Peer],
             except NotFound as error:
                 entries.append(Entry(name=name, kind=kind, command=[], missing=str(error)))
                 continue
-            peer = replace(peer, command=(*peer.command, *flags))
+            added = [flag.replace("{weights}", str(conditions.weights)) for flag in flags]
+            peer = replace(peer, command=(*peer.command, *added))
             peers.append(peer)
             entries.append(Entry(name=name, kind=kind, command=list(peer.command), version=version_of(peer)))
     names = [entry.name for entry in entries]
@@ -202,7 +203,7 @@ def _export(args: argparse.Namespace, peers: Sequence[Peer]) -> Path:
     if not (folder / "model.safetensors").exists():
         print(f"exporting to {folder}", file=sys.stderr)
         export_folder(gguf_source(args.model), folder)
-    for kind in ("bf16", "f16"):
+    for kind in GGUF_KINDS:
         path = folder / f"{kind}.gguf"
         if str(path) in wanted and not path.exists():
             export_gguf(gguf_source(args.model).path, path, kind)

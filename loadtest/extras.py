@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-EXTRA = "octavo[bench]"
+EXTRA = ".[bench]"
 
 
 class MissingExtra(Exception):
@@ -17,4 +17,4 @@ def extra(module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise MissingExtra(f"{module} cannot be imported ({error}); it comes with: pip install '{EXTRA}'") from None
+        raise MissingExtra(f"{module} cannot be imported ({error}); it comes with: pip install -e '{EXTRA}'") from None

@@ -130,6 +130,16 @@ def test_one_that_fails_stops_nothing(bench: Bench, capsys: pytest.CaptureFixtur
     assert "refuses: exit status 1: no-such-model" in capsys.readouterr().err
 
 
+def test_a_server_with_weights_of_its_own(bench: Bench, tmp_path: Path) -> None:
+    """What the servers read of the exported weights is made, and nothing else."""
+    weights = tmp_path / "new"
+    flags = ("--weights", str(weights), "--cells", "8/4@1", "--no-plot")
+    assert bench(*bench.server("q8_0", "-m {weights}/q8_0.gguf"), *flags) == 0
+    assert bench.events("start")[0]["model"] == str(weights / "q8_0.gguf")
+    assert sorted(path.name for path in weights.glob("*.gguf")) == ["bf16.gguf", "q8_0.gguf"]
+    assert (weights / "model.safetensors").exists()
+
+
 def test_nothing_measured(bench: Bench) -> None:
     assert bench(*bench.server("refuses", "--refuse", "no"), "--cells", "8/4@1") == 1
     assert bench.result.summary == []
@@ -237,5 +247,5 @@ def test_a_missing_library_is_one_line(
     assert bench(*bench.server("one")) == 2
     said = capsys.readouterr().err
     assert said.startswith("octavo bench compare: matplotlib cannot be imported")
-    assert said.endswith("pip install 'octavo[bench]'\n")
+    assert said.endswith("pip install -e '.[bench]'\n")
     assert said.count("\n") == 1
