@@ -45,6 +45,8 @@ def make_parser() -> argparse.ArgumentParser:
         "octavo bench compare",
         description="Measure Octavo and other servers in turn, on the same weights and requests. What is not found on "
         "this machine, or fails, is listed as such and stops nothing.",
+        epilog="In FLAGS {weights} is the folder of weights; its bf16, f16, q8_0 and q4_0.gguf are made when they are "
+        "asked for.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
@@ -65,7 +67,7 @@ def make_parser() -> argparse.ArgumentParser:
     servers = parser.add_argument_group("servers").add_argument
     servers("--servers", type=_kinds, default=list(KINDS), metavar="KIND,KIND", help=f"of {','.join(KINDS)}")
     for kind in KINDS:
-        text = f"{TITLES[kind]} under this name, with these flags behind its usual ones ({{weights}}: the folder of weights); repeatable"
+        text = f"{TITLES[kind]} under this name, with these flags behind its usual ones; repeatable"
         servers(f"--{kind}", action="append", type=_variant, default=[], metavar='"LABEL: FLAGS"', help=text)
     for kind, (flag, variable, text) in PROGRAMS.items():
         servers(flag, dest=f"{kind}_program", metavar="PATH", default=os.environ.get(variable), help=text)
