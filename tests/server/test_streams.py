@@ -121,6 +121,15 @@ def test_an_end_of_sequence_token_is_no_reason() -> None:
     assert engine.stream.usage.completion_tokens == 2
 
 
+def test_an_end_without_a_token_has_no_reason() -> None:
+    """The request's masks left nothing to draw: the last token did not end it."""
+    engine = Engine(["a", "b"])
+    engine.step(1)
+    engine.step(-1, STOP)
+    (result,) = asyncio.run(engine.stream.collect())
+    assert (result.text, result.token_ids, result.finish_reason, result.stop_reason) == ("a", (1,), "stop", None)
+
+
 def test_special_tokens_are_left_out_unless_asked_for() -> None:
     async def text(skip: bool) -> str:
         return sum_up(await Engine(["a", "b"], skip_special_tokens=skip).play([1, END, 2])).text
