@@ -59,6 +59,27 @@ def test_closed_loop(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "TTFT: from when a request was due" in printed
 
 
+@pytest.mark.parametrize(
+    ("card", "flags", "low", "high"),
+    [
+        ({"vocab_size": 40}, [], 5, 38),
+        ({"meta": {"n_vocab": 40}}, [], 5, 38),
+        ({"vocab_size": 40}, ["--vocab-size", 80_000], 1000, 75_000),
+        ({"vocab_size": "many"}, [], 1000, 31_000),
+        ({}, [], 1000, 31_000),
+    ],
+)
+def test_prompts_are_of_the_served_vocabulary(
+    card: dict[str, Any], flags: list[object], low: int, high: int, tmp_path: Path
+) -> None:
+    """Unless the flag says another; where the server says none, of a common one."""
+    with serving(stream_of(["x"]), models={"data": [{"id": "m", **card}]}) as server:
+        bench(server.url, tmp_path, "--random-input-len", 500, *flags, prompts=1)
+    (body,) = server.bodies
+    assert low <= min(body["prompt"]) <= max(body["prompt"]) < high
+    assert max(body["prompt"]) > low + (high - low) / 2
+
+
 def test_open_loop_is_timed_from_the_schedule(tmp_path: Path) -> None:
     """The server takes 30 ms a request, one is allowed in flight, and all are due within 12 ms."""
 

@@ -13,6 +13,9 @@ def test_models(server: Running) -> None:
     body = server.client.get("/v1/models").json()
     assert [card["id"] for card in body["data"]] == [MODEL, "alias"]
     assert body["data"][0]["max_model_len"] == 1024
+    size = body["data"][0]["vocab_size"]
+    assert server.complete(prompt=[size - 1]).status_code == 200
+    assert f"(0 to {size - 1})" in server.complete(prompt=[size]).json()["error"]["message"]
     assert server.client.get(f"/v1/models/{MODEL}").json() == body["data"][0]
     assert server.client.get("/v1/models/").json() == body
     error = server.client.get("/v1/models/nope").json()["error"]
