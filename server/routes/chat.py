@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import orjson
@@ -13,7 +13,7 @@ from fastapi import APIRouter, Request, Response
 from server.answer import respond
 from server.body import parse_body
 from server.generation import Generation, Job
-from server.logprobs import chat_logprobs, prompt_logprobs
+from server.logprobs import TokenEntry, chat_logprobs, prompt_logprobs
 from server.protocol.chat import ChatFields, ChatRequest
 from server.service import Caller, Service, service_of
 from server.sse import DONE, Frames
@@ -118,19 +118,19 @@ class ChatAnswer:
         return orjson.dumps(whole)
 
     def _choice(self, result: SequenceResult) -> dict[str, Any]:
-        logprobs = None
-        if result.logprobs is not None:
-            logprobs = {"content": chat_logprobs(result.logprobs), "refusal": None}
         choice: dict[str, Any] = {
             "index": result.index,
             "message": {"role": "assistant", "content": result.text, "refusal": None},
-            "logprobs": logprobs,
+            "logprobs": None if result.logprobs is None else self._logprobs(result.logprobs),
             "finish_reason": result.finish_reason,
             "stop_reason": result.stop_reason,
         }
         if self._body.return_token_ids:
             choice["token_ids"] = result.token_ids
         return choice
+
+    def _logprobs(self, entries: Sequence[TokenEntry]) -> dict[str, Any]:
+        return {"content": chat_logprobs(entries, self._body.return_tokens_as_token_ids), "refusal": None}
 
     def _role(self, index: int) -> bytes:
         """The first chunk of a choice."""
@@ -151,7 +151,7 @@ class ChatAnswer:
             choice: dict[str, Any] = {
                 "index": event.index,
                 "delta": {"content": event.text},
-                "logprobs": {"content": chat_logprobs(event.logprobs), "refusal": None} if event.logprobs else None,
+                "logprobs": self._logprobs(event.logprobs) if event.logprobs else None,
                 "finish_reason": None,
             }
             if self._body.return_token_ids:

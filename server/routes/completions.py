@@ -134,10 +134,11 @@ class CompletionAnswer:
     def _shape(
         self, number: int, index: int, text: str, entries: Sequence[TokenEntry] | None, finish: str | None
     ) -> dict[str, Any]:
+        by_id = self._body.return_tokens_as_token_ids
         return {
             "index": number * self._body.n + index,
             "text": text,
-            "logprobs": None if entries is None else completion_logprobs(entries),
+            "logprobs": None if entries is None else completion_logprobs(entries, by_id),
             "finish_reason": finish,
         }
 

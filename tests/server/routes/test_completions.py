@@ -151,6 +151,15 @@ def test_token_ids_come_back(server: Running, smol: Tokenizer) -> None:
     assert [id for part in streamed for id in part["token_ids"]] == choice["token_ids"]
 
 
+def test_logprobs_name_tokens_by_id_where_asked_to(server: Running) -> None:
+    fields = {"prompt": "Once", "max_tokens": 4, "logprobs": 2, "return_tokens_as_token_ids": True}
+    names = [f"token_id:{id}" for id in server.engine.reply[:4]]
+    whole = server.complete(**fields).json()["choices"][0]["logprobs"]
+    streamed = [part["logprobs"] for part in parts(server.stream(COMPLETIONS, **fields)) if part["logprobs"]]
+    assert whole["tokens"] == [name for logprobs in streamed for name in logprobs["tokens"]] == names
+    assert list(whole["top_logprobs"][0]) == [names[0], f"token_id:{server.engine.reply[0] + 1}"]
+
+
 def test_prompt_logprobs(server: Running) -> None:
     choice = server.complete(prompt=[5, 6, 7], prompt_logprobs=1).json()["choices"][0]
     first, *rest = choice["prompt_logprobs"]
