@@ -170,7 +170,7 @@ def test_the_time_limit_of_a_request(smol: Tokenizer) -> None:
         assert chunks[-2]["error"]["code"] == "timeout"
         assert chunks[-1] == "[DONE]"
         server.engine.wait_for(lambda engine: len(engine.aborts()) == 2 and not engine.sequences)
-        assert server.metric("vllm:request_success_total", finished_reason="error") == 2
+        server.wait(lambda: server.metric("vllm:request_success_total", finished_reason="error") == 2)
         assert server.complete().status_code == 200
 
 
