@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -40,8 +41,6 @@ class StreamOptions:
     skip_special_tokens: bool = True
     min_tokens: int = 0
     """Stop strings count only where they end after so many tokens."""
-    echo: bool = False
-    """The text of every sequence begins with the prompt (and its logprobs, where `params.prompt_logprobs`)."""
     token_ids: bool = False
     """Send events for tokens that bring no text yet."""
     new_text: bool = False
@@ -105,7 +104,11 @@ class Choice:
         """The echoed prompt, before any token. Stop strings are not looked for in it. `detokenizer` ran through it."""
         self._detokenizer = detokenizer
         self._length = len(text)
-        self._entries.extend(entries)
+        # Of perhaps a hundred thousand entries only the last ones may have to wait, and so be looked at one by one.
+        complete = bisect_right(entries, len(text), key=lambda entry: entry.offset + (len(entry.text) or 1))
+        sure = max(0, complete - 1)
+        self._event_entries += entries[:sure]
+        self._entries.extend(entries[sure:])
         self._send(text)
 
     def feed(self, token: int, finish: int, logprob: Logprob | None) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from model.params import SamplingParams
 from scheduler.messages import Submit
+from server.echo import Echo
 from server.errors import DeadlineExceeded
 from server.service import Service
 from server.streams import RequestStream, SequenceResult, StreamOptions, TextEvent
@@ -31,6 +32,7 @@ class Job:
     priority: int
     tenant: str
     salt: bytes
+    echo: Echo | None = None
 
 
 class Generation:
@@ -68,7 +70,7 @@ class Generation:
                     salt=job.salt,
                     arrival=self._arrival,
                 )
-                return RequestStream(submit, tokenizer, options, service.client.abort, service.clock)
+                return RequestStream(submit, tokenizer, options, service.client.abort, service.clock, job.echo)
 
             opened = service.client.open(stream)
             self.streams.append(opened)

@@ -12,9 +12,10 @@ from fastapi import APIRouter, Request, Response
 
 from server.answer import respond
 from server.body import read_object, validate
+from server.echo import Echo, make_echo
 from server.generation import Generation, Job
 from server.logprobs import TokenEntry, completion_logprobs, prompt_logprobs
-from server.prompts import check_values
+from server.prompts import Prompt, check_values
 from server.protocol.completions import CompletionRequest
 from server.service import Caller, Service, service_of
 from server.sse import DONE, Frames
@@ -59,40 +60,54 @@ class CompletionAnswer:
         body, caller = self._body, self._caller
         prompts, sampling = self.generation.loaded.prompts, self.generation.loaded.sampling
         asked = [k for k in (body.logprobs if body.echo else None, body.prompt_logprobs) if k is not None]
-        params = await prompts.threaded(
-            lambda: sampling.params(
-                body, logprobs=body.logprobs, prompt_logprobs=max(asked, default=None), prompts=len(body.prompt)
-            )
-        )
-        texts = body.prompt
-        if body.truncate_prompt_tokens is not None:
-            texts = [await self._truncated(prompt) for prompt in texts]
-        built = await prompts.completion(
-            texts, add_special_tokens=body.add_special_tokens, limit=self._service.admission.max_queued_tokens
+        highest = max(asked, default=None)
+        params, built = await asyncio.gather(
+            prompts.threaded(
+                lambda: sampling.params(body, logprobs=body.logprobs, prompt_logprobs=highest, prompts=len(body.prompt))
+            ),
+            self._built(),
         )
         values = body.n * (sum(k + 1 for k in asked) + body.echo + body.return_token_ids)
         param = "prompt_logprobs" if body.prompt_logprobs is not None else "logprobs" if asked else "n"
         check_values(sum(len(prompt.ids) for prompt in built), values, param)
         given = body.max_tokens if "max_tokens" in body.model_fields_set else None
+        echoes: list[Echo | None] = [None] * len(built)
+        if body.echo:
+            echoes = await prompts.each(self._echo, [prompt.ids for prompt in built])
         jobs = []
-        for prompt in built:
+        for prompt, echo in zip(built, echoes, strict=True):
             max_tokens = prompts.max_tokens(len(prompt.ids), given, param="prompt", default=body.max_tokens)
-            jobs.append(Job(prompt.ids, params(max_tokens), body.n, body.priority, caller.tenant, caller.salt))
+            jobs.append(Job(prompt.ids, params(max_tokens), body.n, body.priority, caller.tenant, caller.salt, echo))
         options = StreamOptions(
             stop=tuple(body.stop),
             include_stop=body.include_stop_str_in_output,
             skip_special_tokens=body.skip_special_tokens,
             min_tokens=body.min_tokens,
-            echo=body.echo,
             token_ids=body.return_token_ids,
         )
         self.generation.submit(jobs, options)
+
+    async def _built(self) -> list[Prompt]:
+        body, texts = self._body, self._body.prompt
+        if body.truncate_prompt_tokens is not None:
+            texts = [await self._truncated(prompt) for prompt in texts]
+        limit = self._service.admission.max_queued_tokens
+        return await self.generation.loaded.prompts.completion(
+            texts, add_special_tokens=body.add_special_tokens, limit=limit
+        )
+
+    def _echo(self, ids: list[int]) -> Echo:
+        scored = self._body.logprobs is not None
+        return make_echo(self.generation.loaded.tokenizer, ids, self._body.skip_special_tokens, scored)
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
         frames = Frames(self._fixed, null_usage=self._body.include_usage)
         running_usage = self._body.usage_in_every_chunk
         async for number, batch in self.generation.batches():
-            choices = [orjson.dumps(self._chunk(number, event)) for event in batch]
+            if sum(len(event.logprobs or ()) for event in batch) > THREAD_TOKENS:
+                choices = await asyncio.to_thread(self._chunks, number, batch)
+            else:
+                choices = self._chunks(number, batch)
             if running_usage:
                 usage = self.generation.usage()
                 yield b"".join(frames.with_usage(choice, usage) for choice in choices)
@@ -122,6 +137,9 @@ class CompletionAnswer:
             tokenizer, values = self.generation.loaded.tokenizer, stream.prompt_values or []
             choice["prompt_logprobs"] = prompt_logprobs(tokenizer, stream.submit.prompt_ids, values)
         return choice
+
+    def _chunks(self, number: int, batch: list[TextEvent]) -> list[bytes]:
+        return [orjson.dumps(self._chunk(number, event)) for event in batch]
 
     def _chunk(self, number: int, event: TextEvent) -> dict[str, Any]:
         choice = self._shape(number, event.index, event.text, event.logprobs, event.finish_reason)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from model.params import Logprob, SamplingParams
 from model.tokenizer import Tokenizer
 from scheduler.messages import FinishReason, Started, Submit
+from server.echo import make_echo
 from server.errors import EngineError, Unavailable
 from server.streams import RequestStream, SequenceResult, StreamOptions
 from tests.server.played import END, LENGTH, RUNNING, STOP, Engine, collect, play, sum_up, texts
@@ -355,7 +356,8 @@ def test_a_chat_s_text_begins_without_sentencepiece_s_space(llama: Tokenizer) ->
     async def text(new_text: bool, echo: bool = False) -> str:
         params = SamplingParams(max_tokens=9, seed=1)
         submit = Submit(id=1, prompt_ids=[1, *ids], params=params)
-        stream = RequestStream(submit, llama, StreamOptions(new_text=new_text, echo=echo), lambda *_: None)
+        prompt = make_echo(llama, submit.prompt_ids, True, False) if echo else None
+        stream = RequestStream(submit, llama, StreamOptions(new_text=new_text), lambda *_: None, echo=prompt)
         for token in ids:
             stream.feed(0, token, RUNNING)
         stream.feed(0, 2, STOP)
