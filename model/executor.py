@@ -38,7 +38,8 @@ class Runner:
             if not batch.rows:
                 return Step(lambda: StepResult([], [], []))
             inputs = self._builder.build(batch)
-            clean(self.storage, inputs.opened)
+            if self.model.reads_unwritten:
+                clean(self.storage, inputs.opened)
             hidden = self.model.forward(inputs, self.storage)
             drawing = [row for row in batch.rows if draws(row)]
             logits = self.model.logits(hidden.index_select(0, inputs.sampled)) if drawing else None
