@@ -14,6 +14,8 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
+import msgspec
+
 from loadtest import comparison
 from loadtest.cells import Cell, Words, parse_cells
 from loadtest.comparison import Comparison, Entry, Run
@@ -24,6 +26,7 @@ from loadtest.peers import KINDS, TITLES, Conditions, NotFound, Peer, version_of
 from loadtest.plots import plot
 from loadtest.rounds import Plan, compare
 from loadtest.workloads import BadWorkload
+from model.config_reader import read_config
 from model.errors import ModelError
 from model.source import resolve
 from model.tokenizer import load_tokenizer
@@ -128,16 +131,15 @@ class Book:
     def __init__(self, result: Comparison, folder: Path) -> None:
         self.result = result
         self._folder = folder
-        self._save([])
+        self._save(result.runs)
 
     def record(self, run: Run) -> None:
         place = (run.server, run.cell, run.round)
         self._save([old for old in self.result.runs if (old.server, old.cell, old.round) != place] + [run])
 
     def _save(self, runs: list[Run]) -> None:
-        runs = runs or self.result.runs
         summary = comparison.summarise(self.result.servers, self.result.cells, runs)
-        self.result = _replaced(self.result, runs=runs, summary=summary)
+        self.result = msgspec.structs.replace(self.result, runs=runs, summary=summary)
         comparison.save(self.result, self._folder)
 
 
@@ -199,16 +201,22 @@ def _weights(args: argparse.Namespace) -> Path:
 
 
 def _export(args: argparse.Namespace, peers: Sequence[Peer]) -> Path:
-    """The folder with the weights; what the servers need of it and is not there yet is made."""
-    folder = _weights(args)
+    """The folder with the weights; what the servers need of it and is not there yet is made.
+
+    Raises BadWorkload where it holds another model.
+    """
+    folder, source = _weights(args), gguf_source(args.model)
     wanted = {part for peer in peers for part in peer.command if part.startswith(str(folder))}
     if not (folder / "model.safetensors").exists():
         print(f"exporting to {folder}", file=sys.stderr)
-        export_folder(gguf_source(args.model), folder)
+        export_folder(source, folder)
+    there, asked = read_config(resolve(str(folder))), read_config(source)
+    if replace(there, dtype=asked.dtype) != asked:
+        raise BadWorkload(f"{folder} holds another model than {source.path}: name another folder with --weights")
     for kind in GGUF_KINDS:
         path = folder / f"{kind}.gguf"
         if str(path) in wanted and not path.exists():
-            export_gguf(gguf_source(args.model).path, path, kind)
+            export_gguf(source.path, path, kind)
     return folder
 
 
@@ -224,12 +232,7 @@ def _continued(new: Comparison, old: Comparison) -> Comparison:
     names = {entry.name for entry in new.servers}
     gone = [entry for entry in old.servers if entry.name not in names]
     cells = new.cells + [cell for cell in old.cells if cell not in new.cells]
-    return _replaced(new, started=old.started, servers=new.servers + gone, cells=cells, runs=old.runs)
-
-
-def _replaced(result: Comparison, **changes: object) -> Comparison:
-    fields = {name: getattr(result, name) for name in Comparison.__struct_fields__}
-    return Comparison(**fields | changes)
+    return msgspec.structs.replace(new, started=old.started, servers=new.servers + gone, cells=cells, runs=old.runs)
 
 
 def _cells(text: str) -> list[Cell]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -138,6 +139,17 @@ def test_a_server_with_weights_of_its_own(bench: Bench, tmp_path: Path) -> None:
     assert bench.events("start")[0]["model"] == str(weights / "q8_0.gguf")
     assert sorted(path.name for path in weights.glob("*.gguf")) == ["bf16.gguf", "q8_0.gguf"]
     assert (weights / "model.safetensors").exists()
+
+
+def test_weights_of_another_model(
+    bench: Bench, tmp_path: Path, tiny_weights: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = tmp_path / "other"
+    shutil.copytree(tiny_weights, weights)
+    config = weights / "config.json"
+    config.write_text(config.read_text().replace('"rms_norm_eps": ', '"rms_norm_eps": 1'))
+    assert bench(*bench.server("one"), "--weights", str(weights)) == 2
+    assert f"{weights} holds another model than" in capsys.readouterr().err
 
 
 def test_nothing_measured(bench: Bench) -> None:
