@@ -1,8 +1,8 @@
 """OpenVINO GenAI's continuous batching behind just enough HTTP to be measured as the other servers are.
 
-Runs in OpenVINO's own environment, so it imports nothing but that, numpy and the standard library. One thread calls
-`step`; the event loop takes requests and writes events, all events of a step woken at once. It neither tokenises nor
-detokenises (prompts are ids, and so are answers), which flatters OpenVINO a little.
+Runs in OpenVINO's own environment, so it imports nothing but that, numpy and the standard library. `step` holds
+Python's lock while it computes, so a second thread would not help: sockets are served between two steps. Nothing is
+tokenised or detokenised (prompts are ids, and so are answers), which flatters OpenVINO a little.
 """
 
 from __future__ import annotations
@@ -10,85 +10,77 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
-import queue
 import sys
-import threading
-import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 LINE_END = b"\r\n"
+TURNS = 6
+"""Of the event loop between two steps: a connection is accepted, read, parsed and submitted within them."""
 
 
 @dataclass(slots=True)
 class Request:
-    """One completion. `events` gets lists of new token ids, then None."""
+    """One completion, streamed to its client as it is made."""
 
     ids: list[int]
     max_tokens: int
     ignore_eos: bool
-    events: asyncio.Queue[list[int] | None] = field(default_factory=asyncio.Queue)
-    gone: bool = False
-    """The client hung up."""
+    writer: asyncio.StreamWriter
+    ended: asyncio.Event
+    made: int = 0
+    """Tokens sent."""
 
+    def send(self, ids: list[int]) -> None:
+        self.made += len(ids)
+        text = "".join(f" {id_}" for id_ in ids)
+        self.writer.write(_event({"choices": [{"index": 0, "text": text, "finish_reason": None}]}))
 
-class Stepper(threading.Thread):
-    """Owns the pipeline: nobody else touches it."""
-
-    def __init__(self, pipeline: Any, start: Callable[[Request], Any], loop: asyncio.AbstractEventLoop) -> None:
-        super().__init__(daemon=True)
-        self.inbox: queue.SimpleQueue[Request] = queue.SimpleQueue()
-        self._pipeline = pipeline
-        self._start = start
-        self._loop = loop
-
-    def run(self) -> None:
-        try:
-            self._work()
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)  # else clients would wait for ever
-
-    def _work(self) -> None:
-        live: list[tuple[Request, Any]] = []
-        while True:
-            while not live or not self.inbox.empty():
-                request = self.inbox.get()
-                live.append((request, self._start(request)))
-            self._pipeline.step()
-            live = self._deliver(live)
-
-    def _deliver(self, live: list[tuple[Request, Any]]) -> list[tuple[Request, Any]]:
-        news: list[tuple[Request, list[int] | None]] = []
-        running = []
-        for request, handle in live:
-            # Status first: what is generated before it says "finished" can all be read after.
-            ended = "RUNNING" not in str(handle.get_status())
-            while handle.can_read():
-                news += [(request, list(output.generated_ids)) for output in handle.read().values()]
-            if request.gone:
-                handle.cancel()
-            elif ended:
-                news.append((request, None))
-            else:
-                running.append((request, handle))
-        self._loop.call_soon_threadsafe(_tell, news)
-        return running
-
-
-def _tell(news: list[tuple[Request, list[int] | None]]) -> None:
-    for request, ids in news:
-        request.events.put_nowait(ids)
+    def finish(self) -> None:
+        usage = {"prompt_tokens": len(self.ids), "completion_tokens": self.made}
+        self.writer.write(_event({"choices": [], "usage": usage}) + b"data: [DONE]\n\n")
+        self.ended.set()
 
 
 class Server:
-    """GET /health and /v1/models; POST /v1/completions, streamed, with token ids as the prompt."""
+    """GET /health and /v1/models; POST /v1/completions, streamed, with token ids as the prompt.
 
-    def __init__(self, stepper: Stepper, model: str, vocab_size: int | None) -> None:
-        self._stepper = stepper
-        self._card = {"id": model, "object": "model", "vocab_size": vocab_size}
+    start: submits a request to the pipeline; the handle.
+    """
+
+    def __init__(self, pipeline: Any, start: Callable[[Request], Any], model: str) -> None:
+        self._pipeline = pipeline
+        self._start = start
+        self._card = {"id": model, "object": "model"}
+        self._live: list[tuple[Request, Any]] = []
+        self._woken = asyncio.Event()
+
+    async def work(self) -> None:
+        """Steps for ever; an error of the pipeline comes out here."""
+        while True:
+            self._woken.clear()
+            if not self._live:
+                await self._woken.wait()
+            self._pipeline.step()
+            self._live = [(request, handle) for request, handle in self._live if self._deliver(request, handle)]
+            for _ in range(TURNS):
+                await asyncio.sleep(0)
+
+    @staticmethod
+    def _deliver(request: Request, handle: Any) -> bool:
+        """Send what a step made; whether there is more to come."""
+        if request.writer.is_closing():
+            handle.cancel()
+            request.ended.set()
+            return False
+        while handle.can_read():
+            for output in handle.read().values():
+                request.send(list(output.generated_ids))
+        if "RUNNING" in str(handle.get_status()):
+            return True
+        request.finish()
+        return False
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One request, then the connection is closed."""
@@ -103,7 +95,6 @@ class Server:
                 self._answer(writer, 200, {"object": "list", "data": [self._card]})
             else:
                 self._answer(writer, 200 if path == "/health" else 404, {})
-            await writer.drain()
         except (ValueError, KeyError, TypeError) as error:
             self._answer(writer, 400, {"error": {"message": f"{type(error).__name__}: {error}"}})
         except (ConnectionError, asyncio.IncompleteReadError):
@@ -118,20 +109,13 @@ class Server:
         writer.write(head.encode() + b"Connection: close\r\n\r\n" + data)
 
     async def _complete(self, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
-        request = Request([int(id_) for id_ in body["prompt"]], int(body["max_tokens"]), bool(body.get("ignore_eos")))
-        self._stepper.inbox.put(request)
+        ids, max_tokens = [int(id_) for id_ in body["prompt"]], int(body["max_tokens"])
+        request = Request(ids, max_tokens, bool(body.get("ignore_eos")), writer, asyncio.Event())
+        handle = self._start(request)
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n")
-        count = 0
-        try:
-            while (ids := await request.events.get()) is not None:
-                count += len(ids)
-                text = "".join(f" {id_}" for id_ in ids)
-                writer.write(_event({"choices": [{"index": 0, "text": text, "finish_reason": None}]}))
-                await writer.drain()
-        finally:
-            request.gone = True
-        usage = {"prompt_tokens": len(request.ids), "completion_tokens": count}
-        writer.write(_event({"choices": [], "usage": usage}) + b"data: [DONE]\n\n")
+        self._live.append((request, handle))
+        self._woken.set()
+        await request.ended.wait()
 
 
 def _event(body: object) -> bytes:
@@ -159,11 +143,10 @@ async def run(args: argparse.Namespace) -> None:
         config.max_new_tokens, config.ignore_eos, config.do_sample = request.max_tokens, request.ignore_eos, False
         return pipeline.add_request(next(numbers), openvino.Tensor(np.array([request.ids], np.int64)), config)
 
-    stepper = Stepper(pipeline, start, asyncio.get_running_loop())
-    stepper.start()
-    server = await asyncio.start_server(Server(stepper, args.model, args.vocab_size).serve, "127.0.0.1", args.port)
-    print(f"ready on port {args.port}", flush=True)
-    await server.serve_forever()
+    server = Server(pipeline, start, args.model)
+    async with await asyncio.start_server(server.serve, "127.0.0.1", args.port):
+        print(f"ready on port {args.port}", flush=True)
+        await server.work()
 
 
 def main() -> None:
@@ -175,7 +158,6 @@ def main() -> None:
     add("--cache-size", type=int, default=2, help="GB of keys and values")
     add("--max-num-batched-tokens", type=int, default=512, help="tokens of a step")
     add("--max-num-seqs", type=int, default=64, help="requests of a step")
-    add("--vocab-size", type=int, help="what /v1/models says")
     add("--property", action="append", default=[], metavar="NAME=VALUE", help="of the CPU plugin; repeatable")
     asyncio.run(run(parser.parse_args()))
 
