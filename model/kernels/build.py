@@ -94,7 +94,7 @@ def load(isa: str | None = None, progress: Callable[[str], None] = lambda detail
     isa = isa or available()[0]
     path = library(isa, progress)
     try:
-        torch.ops.load_library(str(path))  # a second time is nothing
+        torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]  # a second time does nothing
     except OSError as error:
         raise BuildError(f"cannot load {path}: {error}") from None
     return isa
@@ -131,20 +131,8 @@ def _compile(compiler: str, isa: str, path: Path) -> None:
             list(pool.map(_run, jobs))
         built = Path(folder) / path.name
         # torch brings its own OpenMP; it is loaded already, under the name that the linker writes down here.
-        _run(
-            [
-                compiler,
-                "-shared",
-                "-fopenmp",
-                *(job[-1] for job in jobs),
-                f"-L{home / 'lib'}",
-                "-ltorch",
-                "-ltorch_cpu",
-                "-lc10",
-                "-o",
-                str(built),
-            ]
-        )
+        libraries = (f"-L{home / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10")
+        _run([compiler, "-shared", "-fopenmp", *(job[-1] for job in jobs), *libraries, "-o", str(built)])
         built.replace(path)
 
 
@@ -167,7 +155,7 @@ def main() -> None:
     """Compile for every instruction set of this kind of processor."""
     try:
         for isa in ISAS if available() != ["portable"] else ["portable"]:
-            sys.stdout.write(f"{library(isa, lambda detail: sys.stdout.write(detail + chr(10)) and None)}\n")
+            sys.stdout.write(f"{library(isa)}\n")
     except BuildError as error:
         sys.exit(f"octavo: {error}")
 
