@@ -3,9 +3,11 @@
 #   deps ─┬─ build-cpu  ──▶ cpu     torch from the index in TORCH_INDEX, if one is named
 #         └─ build-cuda ──▶ cuda    torch as the package index serves it, with its CUDA libraries
 #
-# Only the finished environment is copied into the last stage: compiled kernels and all: no compiler, no sources, no package cache.
+# Only the finished environment is copied into the last stage, with compiled kernels: no compiler, sources, package cache.
 # pip's cache is a mount and part of no layer:
 # hadolint global ignore=DL3042
+# The compiler is that of the base image's release, and goes no further than the stages that build:
+# hadolint global ignore=DL3008
 ARG BASE=python:3.12-slim
 
 FROM ${BASE} AS deps
