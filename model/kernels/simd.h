@@ -44,7 +44,7 @@ inline void store(T* to, V v) {
   std::memcpy(to, &v, sizeof v);
 }
 
-inline vf splat(float x) { return vf{} + x; }
+inline vf splat(float x) { return x - vf{}; }  // x + 0 would be an addition: it turns -0 into 0
 
 // The order of comparison and choice lets a NaN through: broken numbers must reach the sampler, which reports them.
 inline vf at_least(vf x, float low) { return x < low ? splat(low) : x; }
