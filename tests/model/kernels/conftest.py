@@ -1,4 +1,4 @@
-"""The kernels of every instruction set that this processor has."""
+"""The kernels of every instruction set that this processor has, and those of AVX-512 in others' instructions."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from model.kernels.build import available, load
 from model.kernels.loaded import Kernels
 
 
-@pytest.fixture(params=available(), scope="session")
+TESTED = [*available(), *(["emulated"] if "avx2" in available() else [])]
+
+
+@pytest.fixture(params=TESTED, scope="session")
 def kernels(request: pytest.FixtureRequest) -> Kernels:
     return Kernels(load(request.param))

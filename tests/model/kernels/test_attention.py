@@ -47,7 +47,7 @@ def check(
 
 
 def test_any_batch(kernels: Kernels) -> None:
-    @settings(max_examples=80, deadline=None)
+    @settings(max_examples=40, deadline=None)
     @given(
         rows=st.lists(
             st.tuples(st.integers(0, 150), st.integers(1, 60)) | st.tuples(st.integers(0, 300), st.just(1)),

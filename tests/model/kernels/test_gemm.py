@@ -26,12 +26,14 @@ SHAPES = st.tuples(st.integers(1, 70), st.integers(1, 90), st.integers(1, 150))
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_float_weights_of_any_shape(kernels: Kernels, kind: str) -> None:
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=30, deadline=None)
     @given(SHAPES, st.booleans(), st.booleans())
     def check(shape: tuple[int, int, int], biased: bool, gated: bool) -> None:
         rows, outputs, inputs = shape
         x, weight, bias = case(rows, outputs * (2 if gated else 1), inputs)
         linear = KernelLinear(weight, bias if biased else None, kind, kernels, gated)
+        if kind == "bfloat16" and kernels.isa in ("avx512bf16", "emulated"):
+            x = x.bfloat16().float()  # the processor multiplies bfloat16 by bfloat16
         exact = x.double() @ weight.to(KINDS[kind]).double().t() + (bias.double() if biased else 0)
         torch.testing.assert_close(linear(x).double(), exact, rtol=1e-5, atol=1e-5)
 
@@ -41,7 +43,7 @@ def test_float_weights_of_any_shape(kernels: Kernels, kind: str) -> None:
 def test_int8_is_within_its_rounding(kernels: Kernels) -> None:
     """Weights are off by half a step each, activations by half of theirs; a step is 1/127 of the largest at most."""
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=30, deadline=None)
     @given(SHAPES, st.booleans())
     def check(shape: tuple[int, int, int], gated: bool) -> None:
         rows, outputs, inputs = shape

@@ -78,8 +78,10 @@ def test_sixteen_bits(kernels: Kernels, stored: torch.dtype, kv: torch.dtype, tm
     plain = Precision(stored, torch.float32, kv)
     _, expected = hidden(config, weights, plain)
     _, out = hidden(config, weights, replace(plain, kernels=kernels))
-    # A value that two ways round differently into the pool differs by one step of its type.
-    assert float((out - expected).norm() / expected.norm()) < 1e-2
+    # A value that two ways round differently into the pool differs by one step of its type. Where the processor
+    # multiplies bfloat16, every activation is rounded.
+    rounds = stored == torch.bfloat16 and kernels.isa in ("avx512bf16", "emulated")
+    assert float((out - expected).norm() / expected.norm()) < (5e-2 if rounds else 1e-2)
 
 
 def test_int8_stays_close(kernels: Kernels, tmp_path: Path) -> None:
