@@ -33,8 +33,8 @@ ISAS: dict[str, tuple[str, ...]] = {
     "portable": (),
     "emulated": (*AVX2, "-DOCTAVO_EMULATED"),
 }
-"""Instruction sets, best first, and what the compiler is told. A flag's name is that of the processor's. emulated is for
-tests: the layouts and widths of avx512bf16, without its instructions."""
+"""Instruction sets, best first, and what the compiler is told. A flag has the processor's own name for it. emulated is
+for tests: the layouts and widths of avx512bf16, without its instructions."""
 FLAGS = ("-std=gnu++17", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-Wno-psabi", "-Wno-maybe-uninitialized")
 """gnu, not c++: products and sums may then become one instruction, as the kernels mean them to."""
 

@@ -7,7 +7,6 @@ import pytest
 from model.kernels.build import available, load
 from model.kernels.loaded import Kernels
 
-
 TESTED = [*available(), *(["emulated"] if "avx2" in available() else [])]
 
 
