@@ -10,7 +10,7 @@ from torch import Tensor
 from model.config import ModelConfig
 from model.errors import ModelError
 from model.layers import NormStyle, RMSNorm
-from model.linear import Head, Linear, make_linear
+from model.linear import Head, KernelLinear, Linear, PackedLinear, make_linear
 from model.precision import Precision
 from model.weights import WeightStore
 
@@ -57,8 +57,8 @@ class LayerLoader:
         tied = config.tie_word_embeddings or "lm_head.weight" not in self.names
         weight = table if tied else self.tensor("lm_head.weight", config.vocab_size, config.hidden_size)
         head = Head(weight, None, self.precision)
-        kept = getattr(head.linear, "weight", None)
-        shared = tied and isinstance(kept, Tensor) and kept.data_ptr() == table.data_ptr()
+        packed = isinstance(head.linear, PackedLinear | KernelLinear)
+        shared = tied and not packed and table.dtype == self.precision.weights
         self.bytes += head.nbytes if shared else table.nbytes + head.nbytes
         return table, head
 

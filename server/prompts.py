@@ -156,7 +156,7 @@ class PromptBuilder:
         """`work` of every prompt, in as many jobs as it takes, one after the other."""
         results: list[T] = []
         for job in _jobs(prompts):
-            results += await self.threaded(partial(lambda job: list(map(work, job)), job))
+            results += await self.threaded(partial(list, map(work, job)))
         return results
 
     def _chat(self, chat: Chat, add_special_tokens: bool) -> Prompt:
@@ -165,11 +165,11 @@ class PromptBuilder:
                 "messages: this model has no chat template; use /v1/completions, or start the server with one",
                 param="messages",
             )
-        client = (chat.messages, chat.tools, chat.documents, chat.kwargs)
-        # The search for special tokens holds the GIL for as long as the strings are.
-        self._bound(sum(map(len, strings(client[:-1]))), "messages")
+        conversation = (chat.messages, chat.tools, chat.documents)
+        # First of all: the search for special tokens holds the GIL, the longer the strings the longer.
+        self._bound(sum(map(len, strings(conversation))), "messages")
         self._bound(sum(map(len, strings(chat.kwargs))), "chat_template_kwargs")
-        guard, tag = unused(client, 2, self.template.source)
+        guard, tag = unused((conversation, chat.kwargs), 2, self.template.source)
         special = self._special
         mark = str if special is None else lambda text: special.guarded(text, guard)
         # Templates that print objects print a guard as its escape.

@@ -28,6 +28,7 @@ constexpr int KEYS = 64;    // keys of a tile
 constexpr int LANES = 48;   // most lanes of an item
 constexpr int FEW = 4;      // up to so many lanes are computed one by one
 constexpr int DIM = 256;    // largest head
+constexpr int AHEAD = 2;    // blocks: how early memory is asked for what decode will read
 
 // Everything an item needs besides: one of these per thread.
 struct Scratch {
@@ -97,12 +98,15 @@ inline void widen_tile(const Attended& t, const void* from, const int64_t* table
   }
 }
 
-// scores [lane][key] of M lanes over `run` keys that lie one after the other.
+// scores [lane][key] of M lanes over `run` keys that lie one after the other. Blocks lie anywhere in the pool, so the
+// processor cannot guess what comes next: `ahead` is where a later block is, fetched in step with this one.
 template <class Stored, int M>
-inline void dots(const Stored* keys, int64_t run, const float* query, int64_t dim, float* scores) {
+inline void dots(const Stored* keys, const char* ahead, int64_t run, const float* query, int64_t dim, float* scores) {
   int64_t key = 0;
   for (; key + 4 <= run; key += 4, keys += 4 * dim) {
     vf total[M][4] = {};
+    for (int64_t i = 0; i < 4 * dim * int64_t(sizeof(Stored)); i += 64) __builtin_prefetch(ahead + i);
+    ahead += 4 * dim * sizeof(Stored);
     for (int64_t d = 0; d < dim; d += W) {
       vf k[4];
 #pragma GCC unroll 4
@@ -128,12 +132,13 @@ inline void dots(const Stored* keys, int64_t run, const float* query, int64_t di
 
 // out [lane][dim] += scores [lane][key] · values, N vectors of the head at a time.
 template <class Stored, int M, int N>
-inline void weigh(const Stored* values, int64_t run, const float* scores, int64_t dim, float* out) {
+inline void weigh(const Stored* values, const char* ahead, int64_t run, const float* scores, int64_t dim, float* out) {
   vf total[M][N];
   for (int m = 0; m < M; m++)
     for (int n = 0; n < N; n++) total[m][n] = load<vf>(out + m * dim + n * W);
   for (int64_t key = 0; key < run; key++) {
     vf v[N];
+    __builtin_prefetch(ahead + key * dim * sizeof(Stored));
 #pragma GCC unroll 4
     for (int n = 0; n < N; n++) v[n] = widen(values + key * dim + n * W);
 #pragma GCC unroll 4
@@ -155,12 +160,14 @@ inline void few_lanes(const Attended& t, const int64_t* table, int64_t head, int
     auto runs = [&](const void* from, auto use) {
       for (int64_t done = 0; done < count;) {
         const int64_t run = std::min(count - done, t.block_size - (tile + done) % t.block_size);
-        use((const Stored*)from + place(t, table, head, tile + done), done, run);
+        const int64_t position = tile + done, later = std::min(position + AHEAD * t.block_size, end - 1);
+        use((const Stored*)from + place(t, table, head, position),
+            (const char*)((const Stored*)from + place(t, table, head, later)), done, run);
         done += run;
       }
     };
-    runs(t.keys, [&](const Stored* keys, int64_t done, int64_t run) {
-      dots<Stored, M>(keys, run, s.query, dim, s.scores + done);
+    runs(t.keys, [&](const Stored* keys, const char* ahead, int64_t done, int64_t run) {
+      dots<Stored, M>(keys, ahead, run, s.query, dim, s.scores + done);
     });
     for (int m = 0; m < M; m++) {
       float* scores = s.scores + m * KEYS;
@@ -190,11 +197,11 @@ inline void few_lanes(const Attended& t, const int64_t* table, int64_t head, int
         for (int64_t d = 0; d < dim; d += W) store(s.out + m * dim + d, load<vf>(s.out + m * dim + d) * factor);
       s.high[m] = high;
     }
-    runs(t.values, [&](const Stored* values, int64_t done, int64_t run) {
+    runs(t.values, [&](const Stored* values, const char* ahead, int64_t done, int64_t run) {
       constexpr int N = M <= 3 ? 4 : 2;
       int64_t d = 0;
-      for (; d + N * W <= dim; d += N * W) weigh<Stored, M, N>(values + d, run, s.scores + done, dim, s.out + d);
-      for (; d < dim; d += W) weigh<Stored, M, 1>(values + d, run, s.scores + done, dim, s.out + d);
+      for (; d + N * W <= dim; d += N * W) weigh<Stored, M, N>(values + d, ahead + d * sizeof(Stored), run, s.scores + done, dim, s.out + d);
+      for (; d < dim; d += W) weigh<Stored, M, 1>(values + d, ahead + d * sizeof(Stored), run, s.scores + done, dim, s.out + d);
     });
   }
 }

@@ -24,13 +24,18 @@ from pathlib import Path
 import torch
 
 HERE = Path(__file__).parent
+AVX2 = ("-mavx2", "-mfma", "-mf16c")
+AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni")
 ISAS: dict[str, tuple[str, ...]] = {
-    "avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mavx2", "-mfma", "-mf16c"),
-    "avx2": ("-mavx2", "-mfma", "-mf16c"),
+    "avx512bf16": (*AVX512, "-mavx512bf16"),
+    "avx512": AVX512,
+    "avx2": AVX2,
     "portable": (),
+    "emulated": (*AVX2, "-DOCTAVO_EMULATED"),
 }
-"""Instruction sets, best first, and what the compiler is told. A flag's name is that of the processor's."""
-FLAGS = ("-std=gnu++17", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-Wno-psabi")
+"""Instruction sets, best first, and what the compiler is told. A flag has the processor's own name for it. emulated is
+for tests: the layouts and widths of avx512bf16, without its instructions."""
+FLAGS = ("-std=gnu++17", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-Wno-psabi", "-Wno-maybe-uninitialized")
 """gnu, not c++: products and sums may then become one instruction, as the kernels mean them to."""
 
 
@@ -94,7 +99,7 @@ def load(isa: str | None = None, progress: Callable[[str], None] = lambda detail
     isa = isa or available()[0]
     path = library(isa, progress)
     try:
-        torch.ops.load_library(str(path))  # a second time is nothing
+        torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]  # a second time does nothing
     except OSError as error:
         raise BuildError(f"cannot load {path}: {error}") from None
     return isa
@@ -131,20 +136,8 @@ def _compile(compiler: str, isa: str, path: Path) -> None:
             list(pool.map(_run, jobs))
         built = Path(folder) / path.name
         # torch brings its own OpenMP; it is loaded already, under the name that the linker writes down here.
-        _run(
-            [
-                compiler,
-                "-shared",
-                "-fopenmp",
-                *(job[-1] for job in jobs),
-                f"-L{home / 'lib'}",
-                "-ltorch",
-                "-ltorch_cpu",
-                "-lc10",
-                "-o",
-                str(built),
-            ]
-        )
+        libraries = (f"-L{home / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10")
+        _run([compiler, "-shared", "-fopenmp", *(job[-1] for job in jobs), *libraries, "-o", str(built)])
         built.replace(path)
 
 
@@ -166,8 +159,8 @@ def _locked(path: Path) -> Iterator[None]:
 def main() -> None:
     """Compile for every instruction set of this kind of processor."""
     try:
-        for isa in ISAS if available() != ["portable"] else ["portable"]:
-            sys.stdout.write(f"{library(isa, lambda detail: sys.stdout.write(detail + chr(10)) and None)}\n")
+        for isa in ("avx512bf16", "avx512", "avx2", "portable") if available() != ["portable"] else ["portable"]:
+            sys.stdout.write(f"{library(isa)}\n")
     except BuildError as error:
         sys.exit(f"octavo: {error}")
 

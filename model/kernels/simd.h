@@ -12,9 +12,17 @@
 #include <immintrin.h>
 #endif
 
+// OCTAVO_EMULATED: the widths and layouts of AVX-512, without its instructions, so that they can be tested anywhere.
+#if defined(__AVX512VNNI__) || defined(OCTAVO_EMULATED)
+#define OCTAVO_VNNI
+#endif
+#if defined(__AVX512BF16__) || defined(OCTAVO_EMULATED)
+#define OCTAVO_BF16
+#endif
+
 namespace OCTAVO_ISA {
 
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) || defined(OCTAVO_EMULATED)
 constexpr int W = 16;
 constexpr int ROWS = 12;  // rows of a register tile: ROWS x 2 accumulators, two vectors of weights, one broadcast
 #elif defined(__AVX2__)
@@ -44,7 +52,7 @@ inline void store(T* to, V v) {
   std::memcpy(to, &v, sizeof v);
 }
 
-inline vf splat(float x) { return vf{} + x; }
+inline vf splat(float x) { return x - vf{}; }  // x + 0 would be an addition: it turns -0 into 0
 
 // The order of comparison and choice lets a NaN through: broken numbers must reach the sampler, which reports them.
 inline vf at_least(vf x, float low) { return x < low ? splat(low) : x; }
@@ -97,7 +105,7 @@ inline void narrow(bf16* to, vf v) {  // to nearest, ties to even; NaN stays one
 #if defined(__AVX512F__)
 inline vf widen(const f16* from) { return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from)); }
 inline void narrow(f16* to, vf v) { _mm256_storeu_si256((__m256i*)to, _mm512_cvtps_ph((__m512)v, 0)); }
-#elif defined(__F16C__)
+#elif defined(__F16C__) && !defined(OCTAVO_EMULATED)
 inline vf widen(const f16* from) { return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from)); }
 inline void narrow(f16* to, vf v) { _mm_storeu_si128((__m128i*)to, _mm256_cvtps_ph((__m256)v, 0)); }
 #else
@@ -152,7 +160,7 @@ inline vf gelu_tanh(vf x) {
 
 // Lane j of a becomes lane j of the result's sum over four vectors: [sum a, sum b, sum c, sum d].
 inline void sums(vf a, vf b, vf c, vf d, float* to) {
-#if defined(__AVX2__)
+#if defined(__AVX2__) && !defined(OCTAVO_EMULATED)
 #if defined(__AVX512F__)
   auto fold = [](vf v) {
     return _mm256_add_ps(_mm512_castps512_ps256((__m512)v), _mm512_extractf32x8_ps((__m512)v, 1));

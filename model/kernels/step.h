@@ -78,12 +78,6 @@ inline void attend_all(const Attended& a, Kind kind, const Rows& rows, const std
   barrier.wait(t.count);
 }
 
-inline void encode(const Matrix& m, const Operand& x, int64_t row) {
-  if (m.kind == Kind::int8)
-    x.scales[row] = encode_row(x.rows + row * x.stride, m.inputs,
-                               (Activated*)((char*)x.encoded + row * encoded_bytes(m.kind, m.inputs)));
-}
-
 inline void store_lanes(const Matrix& m, float* row, int64_t panel, const float* values) {
   const int64_t lanes = std::min<int64_t>(PANEL, m.outputs - panel * PANEL);
   std::memcpy(row + panel * PANEL, values, lanes * sizeof(float));
@@ -116,7 +110,7 @@ struct Step : octavo::Decode {
 
   Operand prepare(const Thread& t, const float* from, const Matrix& m) const {
     const Operand to = operand(from, m.inputs);
-    if (m.kind != Kind::int8) return to;
+    if (!encoded_bytes(m.kind, m.inputs)) return to;
     for (int64_t row = t.number; row < rows.tokens; row += t.count) encode(m, to, row);
     meet(t);
     return to;
