@@ -112,7 +112,7 @@ class Barrier {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
 #endif
-    if (spins > 1 << 12) sched_yield();
+    if (spins > 1 << 8) sched_yield();
   }
 
   alignas(64) std::atomic<int> arrived_{0};
