@@ -36,7 +36,7 @@ class Work:
     """What one step computes."""
 
     rows: int = 0
-    """Rows of one token."""
+    """Tokens of rows that decode: one each, and their drafts."""
     context: int = 0
     """Tokens in the pool that those rows read."""
     prefill: int = 0
@@ -99,6 +99,11 @@ class CostModel:
         """A step of `rows` single tokens, which read `context` tokens together. 0 rows: what any step costs."""
         base, row, read = self._decode.theta
         return base + row * rows + read * context
+
+    @property
+    def row_seconds(self) -> float:
+        """Of one decoding row more, or one token more in such a row; reading the context aside."""
+        return self._decode.theta[1]
 
     @property
     def token_seconds(self) -> float:
