@@ -20,6 +20,9 @@ from scheduler.limits import Limits
 from scheduler.policy import Plan
 from scheduler.sequence import Phase, Sequence
 
+LEAST_PRICE = 0.05
+"""A guess costs at least so much, however little the steps say: it also has to be sampled and given back."""
+
 
 class Speculation:
     """Owns no state but what it was made with: what is learned lies in the cost model and the sequences' drafters."""
@@ -39,7 +42,8 @@ class Speculation:
             return 0
         work = step.work
         left = min(self._tokens - work.rows - work.prefill, self._lines - len(rows))
-        price = work.rows * self._cost.row_seconds / self._cost.decode_seconds(work.rows, work.context)
+        seconds = self._cost.decode_seconds(work.rows, work.context)
+        price = max(LEAST_PRICE, work.rows * self._cost.row_seconds / seconds)
         drafted = 0
         for row, sequence in zip(rows, step.counts, strict=True):
             most = min(left - drafted, self._room(sequence)) if row.samples and row.count == 1 else 0
