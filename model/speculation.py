@@ -24,12 +24,14 @@ from model.batch import BAD_LOGITS, Row
 
 DEPTH = 4
 """A match of so many tokens is as good as a longer one."""
+CATCH_UP = 4096
+"""Tokens that are indexed in one go: a few milliseconds. A long prompt takes several steps, so that none is held up."""
 
 
 class NgramIndex:
     """Where each pair of neighbouring tokens ended last, in a list that grows.
 
-    O(1) a token, caught up with when somebody asks; some 150 bytes a token, far less than its keys and values take.
+    O(1) a token, caught up with when somebody asks; some 130 bytes a token, far less than its keys and values take.
     """
 
     __slots__ = ("_ends", "_indexed", "_tokens")
@@ -43,13 +45,14 @@ class NgramIndex:
 
     def find(self) -> tuple[int, int]:
         """Where the text goes on behind the latest earlier occurrence of its last two tokens, and how many tokens
-        before that place equal its last ones: 2 to DEPTH, or 0 where there is no such place."""
+        before that place equal its last ones: 2 to DEPTH. (0, 0) where there is no such place, or none known yet."""
         tokens, ends = self._tokens, self._ends
         last = len(tokens) - 1
-        for end in range(self._indexed, last):
+        until = min(last, self._indexed + CATCH_UP)
+        for end in range(self._indexed, until):
             ends[tokens[end - 1], tokens[end]] = end
-        self._indexed = max(self._indexed, last)
-        end = ends.get((tokens[-2], tokens[-1]), 0) if last else 0
+        self._indexed = max(self._indexed, until)
+        end = ends.get((tokens[-2], tokens[-1]), 0) if 0 < last == until else 0
         if not end:
             return 0, 0
         matched = 2

@@ -317,7 +317,8 @@ class Engine:
         self._counters.preemptions += 1
 
     def _restart(self, sequence: Sequence) -> None:
-        """It has outgrown the short rotary factors: every key must be turned anew. It keeps its seat."""
+        """Every key must be computed anew: it has outgrown the short rotary factors, or a draft may have spoiled some.
+        It keeps its seat."""
         self._state.pool.release(sequence.table)
         switch = self._state.limits.rope_switch
         sequence.salt = prefix_salt(sequence.request.salt, len(sequence.tokens), switch)

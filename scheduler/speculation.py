@@ -3,7 +3,8 @@
       tokens   of the budget, behind decodes and prompts
       blocks   free ones that no row of the step needs; what a wrong draft took is given back when it is collected,
                so between steps the pool is as it would be without drafts, and nobody is preempted for one
-      time     a draft must bring more tokens than all rows lose by waiting for it
+      time     a draft must bring more tokens than all rows lose by waiting for it; on a CPU, steps with a part of a
+               prompt have none to spare
 
 With R rows in a step of T seconds, everybody together gets R / T tokens a second. A guess that makes the step longer
 by c seconds costs R · c / T tokens: next to nothing for one stream, where a step waits for weights to be read, most of
@@ -35,12 +36,14 @@ class Speculation:
         self._lines = limits.max_num_seqs + self._most
         """Positions of a step that may draw: each needs memory for its logits."""
         self._switch = limits.rope_switch
+        self._timed = limits.target_step_time is not None
 
     def attach(self, step: Plan, rows: list[Row]) -> int:
         """Put drafts on rows of a plan, whose own blocks are all there; how many tokens they have together."""
-        if not self._most or not step.work.rows:
-            return 0
         work = step.work
+        # Where steps have a length to keep, what one with a prompt may take was given to the prompt.
+        if not self._most or not work.rows or (work.prefill and self._timed):
+            return 0
         left = min(self._tokens - work.rows - work.prefill, self._lines - len(rows))
         seconds = self._cost.decode_seconds(work.rows, work.context)
         price = max(LEAST_PRICE, work.rows * self._cost.row_seconds / seconds)

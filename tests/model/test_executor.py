@@ -161,7 +161,7 @@ def told(runner: Runner, prompt: list[int], params: SamplingParams, count: int) 
     return values
 
 
-SAMPLED = {
+SAMPLED: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "sampled": {"temperature": 1.2, "top_p": 0.95, "top_k": 50},
     "penalties": {"temperature": 0.9, "repetition_penalty": 1.3, "presence_penalty": 0.7, "frequency_penalty": 0.5},

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from model.batch import BAD_LOGITS, NO_TOKEN, Row
 from model.params import SamplingParams
-from model.speculation import DEPTH, NgramIndex, agreed, positions
+from model.speculation import CATCH_UP, DEPTH, NgramIndex, agreed, positions
 
 texts = st.lists(st.integers(0, 3), min_size=1, max_size=60)
 
@@ -31,6 +31,12 @@ def test_find_at_any_time(text: list[int], asked: set[int]) -> None:
         if len(tokens) in asked:
             assert index.find() == latest(tokens)
     assert index.find() == latest(tokens)
+
+
+def test_a_long_prompt_is_indexed_in_parts() -> None:
+    tokens = [*range(2 * CATCH_UP + 10), 3, 4]
+    index = NgramIndex(tokens)
+    assert [index.find() for _ in range(4)] == [(0, 0), (0, 0), (5, 2), (5, 2)]
 
 
 def test_what_followed_is_proposed() -> None:

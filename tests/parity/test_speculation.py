@@ -45,11 +45,12 @@ def test_a_tiny_model(kind: str, tmp_path: Path) -> None:
 def demo() -> tuple[Runner, Prompts]:
     """Asked to say again what the prompt says."""
     text = "The river Thames rises at Thames Head in Gloucestershire and flows into the North Sea near Tilbury."
-    code = "    def push(self, item):\n        self.items.append(item)\n\n    def pop(self):\n        return self.items.pop()"
+    head = "    def push(self, item):"
+    code = f"{head}\n        self.items.append(item)\n\n    def pop(self):\n        return self.items.pop()"
     tokenizer = load_tokenizer(resolve(None))
     asked = [
         f"Repeat this text word by word: {text}\n\n{text}\n\n{text[:40]}",
-        f"{code}\n\n{code}\n\n    def push(self, item):",
+        f"{code}\n\n{code}\n\n{head}",
     ]
     loaded = load_runner(RunnerOptions(dtype="float32", kv_cache_memory=64 << 20))
     return loaded.runner, [tokenizer.encode(ask, add_special_tokens=False) for ask in asked]

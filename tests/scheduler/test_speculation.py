@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -210,6 +211,22 @@ def test_the_token_budget_holds(world: type[World]) -> None:
         sizes.append(it.step().stats.step_tokens)
     it.verify()
     assert max(sizes) == 9
+
+
+def test_a_prompt_has_its_step_for_itself_where_steps_are_timed(world: type[World]) -> None:
+    timed = replace(limits(tokens=16), target_step_time=0.1)
+    for given in (timed, limits(tokens=16)):
+        it = world(limits=given)
+        it.runner.draw = lambda tokens, params, index: (tokens[-1] + 1) % 6
+        it.add([0, 1, 2, 3, 4, 5] * 2, max_tokens=60)
+        for _ in range(3):
+            it.step()
+        it.add(range(20, 26), max_tokens=1)
+        before = it.runner.drafted
+        it.step()
+        assert (it.runner.drafted > before) == (given is not timed)
+        it.run()
+        it.verify()
 
 
 @pytest.mark.parametrize("blocks", [8, 9, 10])
