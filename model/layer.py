@@ -10,7 +10,7 @@ from torch import Tensor
 from model.config import ModelConfig
 from model.errors import ModelError
 from model.layers import NormStyle, RMSNorm
-from model.linear import Head, Linear, PackedLinear, make_linear
+from model.linear import Head, KernelLinear, Linear, PackedLinear, make_linear
 from model.precision import Precision
 from model.weights import WeightStore
 
@@ -57,7 +57,8 @@ class LayerLoader:
         tied = config.tie_word_embeddings or "lm_head.weight" not in self.names
         weight = table if tied else self.tensor("lm_head.weight", config.vocab_size, config.hidden_size)
         head = Head(weight, None, self.precision)
-        shared = tied and not isinstance(head.linear, PackedLinear) and table.dtype == self.precision.weights
+        packed = isinstance(head.linear, PackedLinear | KernelLinear)
+        shared = tied and not packed and table.dtype == self.precision.weights
         self.bytes += head.nbytes if shared else table.nbytes + head.nbytes
         return table, head
 
@@ -86,7 +87,7 @@ class LayerLoader:
         return Layer(
             qkv=self.fused(attention, "qkv_proj", qkv, hidden, config.qkv_bias),
             output=self.fused(attention, "o_proj", {"o_proj": hidden}, q, config.output_bias),
-            gate_up=self.fused(mlp, "gate_up_proj", gate_up, hidden, config.mlp_bias),
+            gate_up=self.fused(mlp, "gate_up_proj", gate_up, hidden, config.mlp_bias, gated=True),
             down=self.fused(mlp, "down_proj", {"down_proj": hidden}, config.intermediate_size, config.mlp_bias),
             qk_norm=qk_norm,
             q_norm=q_norm,
@@ -116,7 +117,9 @@ class LayerLoader:
                     norm("post_feedforward_layernorm"),
                 )
 
-    def fused(self, prefix: str, fused: str, parts: dict[str, int], inputs: int, bias: bool) -> Linear:
+    def fused(
+        self, prefix: str, fused: str, parts: dict[str, int], inputs: int, bias: bool, *, gated: bool = False
+    ) -> Linear:
         """One Linear of the parts (name → rows) stacked, or of the tensor that the checkpoint has fused already."""
         if f"{prefix}{fused}.weight" in self.names:
             parts = {fused: sum(parts.values())}
@@ -127,7 +130,7 @@ class LayerLoader:
         biases = [self.tensor(f"{prefix}{name}.bias", rows) for name, rows in parts.items()] if bias else []
         weight = torch.cat(weights)  # copies a single one too: a view of the file would keep all of it mapped
         del weights
-        linear = make_linear(weight, torch.cat(biases) if biases else None, self.precision)
+        linear = make_linear(weight, torch.cat(biases) if biases else None, self.precision, gated=gated)
         self.bytes += linear.nbytes
         return linear
 

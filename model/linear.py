@@ -1,11 +1,12 @@
 """Matrix multiplications: the kinds there are, and which one a weight gets.
 
-| device | stored   | the CPU has it | kind                                                            |
-|--------|----------|----------------|-----------------------------------------------------------------|
-| cpu    | float32  | yes            | packed by oneDNN, original dropped                              |
-| cpu    | bfloat16 | AVX-512, AMX   | packed by oneDNN, original dropped                              |
-| cpu    | 16 bits  | no             | tiles widened to float32 for each call; no float32 copy is kept |
-| cuda   | any      |                | dense                                                           |
+| device | stored   | kernels | the CPU has it | kind                                                            |
+|--------|----------|---------|----------------|-----------------------------------------------------------------|
+| cpu    | any      | yes     |                | packed for our kernels, original dropped                        |
+| cpu    | float32  | no      | yes            | packed by oneDNN, original dropped                              |
+| cpu    | bfloat16 | no      | AVX-512, AMX   | packed by oneDNN, original dropped                              |
+| cpu    | 16 bits  | no      | no             | tiles widened to float32 for each call; no float32 copy is kept |
+| cuda   | any      |         |                | dense                                                           |
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from model.kernels.loaded import Kernels
 from model.precision import Precision
 
 TILE_ELEMENTS = 1 << 20
@@ -89,12 +91,29 @@ class WideningLinear:
         return out
 
 
-def make_linear(weight: Tensor, bias: Tensor | None, precision: Precision) -> Linear:
+class KernelLinear:
+    """Weight packed for our own kernels, in its type or as int8 with one scale an output; float32 in and out."""
+
+    __slots__ = ("matrix", "nbytes")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, kind: str, kernels: Kernels, gated: bool = False) -> None:
+        """`kind`: float32, float16, bfloat16 or int8. `gated`: the rows are gates, then as many ups."""
+        self.matrix = kernels.classes.Matrix(weight, bias.float() if bias is not None else None, kind, gated)
+        self.nbytes: int = self.matrix.nbytes()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out: Tensor = self.matrix.multiply(x.float().contiguous())
+        return out
+
+
+def make_linear(weight: Tensor, bias: Tensor | None, precision: Precision, *, gated: bool = False) -> Linear:
     """The fastest kind for a weight [out_features, in_features] that lies on its device in any float type.
 
     The caller must drop its own reference to the weight: packing makes a copy.
     """
     weight = weight.to(precision.weights).contiguous()
+    if precision.kernels is not None:
+        return KernelLinear(weight, bias, precision.stored, precision.kernels, gated)
     if weight.device.type != "cpu":
         return DenseLinear(weight, bias.to(precision.compute) if bias is not None else None)
     if precision.compute != precision.weights:
@@ -114,7 +133,7 @@ class Head:
     def __init__(self, weight: Tensor, bias: Tensor | None, precision: Precision) -> None:
         """`weight` [vocab, hidden]. A table of `precision.weights` in 16 bits is used where it lies, not copied."""
         self.linear: Linear
-        if precision.weights == torch.float32:
+        if precision.weights == torch.float32 or precision.kernels is not None:
             self.linear = make_linear(weight, bias, precision)
         elif weight.device.type == "cuda":
             self.linear = _CudaHead(weight.to(precision.weights), bias)

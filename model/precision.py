@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from model.errors import ModelError
+from model.kernels.loaded import Kernels
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -20,13 +21,22 @@ def dtype_name(dtype: torch.dtype) -> str:
 class Precision:
     """`weights` is how matrices lie in memory, `compute` the type of activations, `kv` that of the pool.
 
-    They differ on a CPU without 16-bit instructions: matrices stay in 16 bits and are widened tile by tile, because
-    arithmetic that is emulated is slower and less exact than float32.
+    They differ with our kernels, and on a CPU without 16-bit instructions: matrices stay in 16 bits and are widened as
+    they are read, because arithmetic that is emulated is slower and less exact than float32.
     """
 
     weights: torch.dtype
     compute: torch.dtype
     kv: torch.dtype
+    kernels: Kernels | None = None
+    """Compiled kernels to compute with; on a CPU only."""
+    quantization: str | None = None
+    """int8: matrices in memory, quantised from `weights`; with kernels only."""
+
+    @property
+    def stored(self) -> str:
+        """What matrices lie in memory as."""
+        return self.quantization or dtype_name(self.weights)
 
 
 def choose_device(name: str) -> torch.device:
@@ -48,26 +58,38 @@ def cpu_computes(dtype: torch.dtype) -> bool:
     return dtype == torch.bfloat16 and probe is not None and bool(probe())
 
 
-def choose_precision(dtype: str, kv_dtype: str, stored: str, device: torch.device) -> Precision:
-    """Turn `--dtype`, `--kv-cache-dtype` and the type of the stored weights into a Precision.
+def choose_precision(
+    dtype: str,
+    kv_dtype: str,
+    stored: str,
+    device: torch.device,
+    kernels: Kernels | None = None,
+    quantization: str | None = None,
+) -> Precision:
+    """Turn `--dtype`, `--kv-cache-dtype`, `--quantization` and the type of the stored weights into a Precision.
 
-    auto on a CPU: bfloat16 where it has the instructions, else float32; auto on a GPU: float16 where the weights are
-    stored so, else bfloat16. The pool's auto is 16 bits wherever `dtype` is auto, so that a budget holds the same
-    number of tokens everywhere; else `dtype`.
-    Raises ModelError for a name that is not known.
+    auto on a CPU: float32 where there are neither kernels nor 16-bit instructions; everywhere else float16 where the
+    weights are stored so, else bfloat16. The pool's auto is 16 bits wherever `dtype` is auto, so that a budget holds
+    the same number of tokens everywhere; else `dtype`.
+    Raises ModelError for a name that is not known, and where int8 is asked for and there are no kernels.
     """
     for flag, value in (("--dtype", dtype), ("--kv-cache-dtype", kv_dtype)):
         if value != "auto" and value not in DTYPES:
             raise ModelError(f"{flag} {value}: must be auto, {', '.join(DTYPES)}")
+    if quantization is not None and quantization != "int8":
+        raise ModelError(f"--quantization {quantization}: must be int8")
+    if quantization is not None and kernels is None:
+        raise ModelError("--quantization int8: needs the compiled kernels, on a CPU")
     sixteen = torch.float16 if stored == "float16" else torch.bfloat16
     if dtype != "auto":
         weights = DTYPES[dtype]
-    elif device.type == "cpu":
+    elif device.type == "cpu" and kernels is None:
         weights = torch.bfloat16 if cpu_computes(torch.bfloat16) else torch.float32
     else:
         weights = sixteen
-    compute = torch.float32 if device.type == "cpu" and not cpu_computes(weights) else weights
+    wide = device.type == "cpu" and (kernels is not None or not cpu_computes(weights))
+    compute = torch.float32 if wide else weights
     kv = sixteen if dtype == "auto" else weights
     if kv_dtype != "auto":
         kv = DTYPES[kv_dtype]
-    return Precision(weights, compute, kv)
+    return Precision(weights, compute, kv, kernels, quantization)

@@ -12,6 +12,7 @@ from kvpool.formats import FORMATS, KVLayout
 from kvpool.memory import available_memory
 from kvpool.storage import KVStorage
 from model.attention.base import Attention
+from model.attention.cpu import CpuAttention
 from model.attention.reference import ReferenceAttention
 from model.batch import Batch, Row
 from model.config import ModelConfig
@@ -19,6 +20,7 @@ from model.config_reader import read_config
 from model.decoder import Decoder, Model
 from model.errors import ModelError
 from model.executor import Runner
+from model.kernels.loaded import load_kernels
 from model.params import SamplingParams
 from model.precision import Precision, choose_device, choose_precision, dtype_name
 from model.source import ModelSource, resolve
@@ -74,12 +76,19 @@ def load_runner(options: RunnerOptions, progress: Progress = lambda stage, detai
 
     Raises ModelError or kvpool.budget.BudgetError, one line each, for what the user can mend.
     """
-    if options.quantization is not None:
-        raise ModelError(f"--quantization {options.quantization}: not supported; leave it out")
     device = choose_device(options.device)
     source = resolve(options.model)
     config = read_config(source)
-    precision = choose_precision(options.dtype, options.kv_cache_dtype, config.dtype, device)
+    kernels = load_kernels(lambda detail: progress("kernels", detail)) if device.type == "cpu" else None
+    attention = CpuAttention(kernels) if kernels is not None else ReferenceAttention()
+    precision = choose_precision(
+        options.dtype,
+        options.kv_cache_dtype,
+        config.dtype,
+        device,
+        kernels if config.native else None,  # transformers' modules multiply with torch
+        options.quantization,
+    )
     max_tokens = options.max_num_batched_tokens or (512 if device.type == "cpu" else 8192)
     longest = _longest(config, options.max_model_len)
     if options.kv_cache_memory is not None and config.native:
@@ -88,7 +97,7 @@ def load_runner(options: RunnerOptions, progress: Progress = lambda stage, detai
 
     progress("weights", f"{source.name}: {config.architecture}, {config.num_layers} layers, as {_types(precision)}")
     with torch.inference_mode():
-        model = load_model(source, config, ReferenceAttention(), precision, device, longest)
+        model = load_model(source, config, attention, precision, device, longest)
     progress("weights", f"{format_bytes(model.weight_bytes)} on {device}")
 
     plan = _plan(model, _layout(model.config, precision, options), options, longest, max_tokens, device)
@@ -128,7 +137,7 @@ def load_runner(options: RunnerOptions, progress: Progress = lambda stage, detai
         device=str(device),
         dtype=dtype_name(precision.weights),
         kv_cache_dtype=layout.format.name,
-        attention=ReferenceAttention.name,
+        attention=attention.name,
         max_model_len=max_model_len,
         max_num_batched_tokens=max_tokens,
         rope_switch=model.rope_switch,
@@ -217,7 +226,7 @@ def _longest(config: ModelConfig, asked: int | None) -> int:
 
 
 def _types(precision: Precision) -> str:
-    stored, compute = dtype_name(precision.weights), dtype_name(precision.compute)
+    stored, compute = precision.stored, dtype_name(precision.compute)
     return stored if stored == compute else f"{stored}, computed in {compute}"
 
 

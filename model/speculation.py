@@ -13,7 +13,7 @@ So, by induction over i: while the draft was right so far, the tokens before the
 a draft would have, hence the token drawn is the same too. The first one that differs from the draft is still such a
 token; those behind it follow a wrong one and are not used. That holds for argmax and for any sampling. No distribution
 has to be corrected, as it must where a second model draws the draft: ours is a single point, which a draw hits or not.
-What can differ is the rounding in a step of another shape, as with any other batch.
+What can differ is the rounding in a step of another shape, as with a prompt's chunks.
 """
 
 from __future__ import annotations

@@ -106,6 +106,7 @@ class TransformersModel:
     ) -> None:
         """`module` is a causal LM on its device. Raises ModelError where it cannot be served correctly."""
         self.attention = attention
+        self.reads_unwritten = attention.reads_unwritten
         self.device = device
         self._module = module
         self._base = module.base_model

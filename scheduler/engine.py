@@ -26,6 +26,8 @@ from scheduler.speculation import Speculation
 
 Message = Submit | Abort
 
+FAILED = "the model failed on this request"
+"""All that a client learns of an exception, whose words may be private; `isolation` logs it."""
 MAX_FAILED_STEPS = 8
 """After so many steps in a row without one good row the runner is taken for broken, and step() raises."""
 
@@ -220,9 +222,7 @@ class Engine:
         result = outcome.result
         for number, (sequence, count) in enumerate(flight.plan.counts.items()):
             if number in failures:
-                error = failures[number]
-                first_line = (str(error).splitlines() or [""])[0]
-                self._fail(sequence, f"the engine could not compute this request: {type(error).__name__}: {first_line}")
+                self._fail(sequence, FAILED)
                 continue
             row, drawn = rows[number], result.tokens[number]
             if BAD_LOGITS in drawn[:1]:

@@ -58,7 +58,7 @@ def create_app(service: Service) -> ASGIApp:
         service.metrics.expect_http(path, "POST")
     service.metrics.expect_http("/v1/models", "GET")
     keys = [key.get_secret_value() for key in service.settings.api_key]
-    return Requests(ApiKeys(app, keys, service.settings.protect_metrics), service.metrics)
+    return Requests(ApiKeys(app, keys, service.settings.protect_metrics), service.metrics, service.admission)
 
 
 async def _answer_error(http: Request, failure: Exception) -> Response:

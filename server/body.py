@@ -1,4 +1,4 @@
-"""Reading and parsing a request's body: bounded in size, time and depth, before anything else sees it."""
+"""A request's body, bounded in size, time and depth, and read only where the request could be admitted."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from server.errors import DeadlineExceeded, InvalidRequest, PayloadTooLarge, UnsupportedMediaType
 from server.protocol.base import invalid
+from server.service import Service
 
 MAX_BODY_BYTES = 32 * 2**20
 READ_SECONDS = 60.0
@@ -124,18 +125,33 @@ def validate(model: type[M], value: dict[str, Any]) -> M:
 
 
 def check_media_type(request: Request) -> None:
-    """Only JSON; else any web page could make a browser post to a local server without being asked."""
-    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
-    if kind != "application/json" and not kind.endswith("+json"):
-        raise UnsupportedMediaType("content-type: must be application/json")
+    """Only JSON; else any web page could make a browser post to a local server without being asked.
+
+    No type at all is JSON, unless a page of another origin sends it: browsers ask nobody before such a request either.
+    """
+    given = request.headers.get("content-type")
+    kind = (given or "").partition(";")[0].strip().lower()
+    if kind == "application/json" or kind.endswith("+json") or (given is None and not _cross_origin(request)):
+        return
+    raise UnsupportedMediaType("content-type: must be application/json")
 
 
-async def threaded(work: Callable[[bytes], T], body: bytes) -> T:
-    """Apply `work` to a body: at once to a small one, in a thread to a large one."""
-    return work(body) if len(body) <= INLINE_BYTES else await asyncio.to_thread(work, body)
+def _cross_origin(request: Request) -> bool:
+    """Whether a browser says so. Programs send neither header."""
+    origin, site = request.headers.get("origin"), request.headers.get("sec-fetch-site", "same-origin")
+    elsewhere = origin is not None and origin.partition("://")[2] != request.headers.get("host")
+    return elsewhere or site != "same-origin"
 
 
-async def parse_body(request: Request, model: type[M]) -> M:
-    """Read, parse and validate."""
+async def read_object(request: Request, service: Service, parse: Callable[[dict[str, Any]], T]) -> T:
+    """What `parse` makes of the body's JSON object; it runs in a thread where the body is large.
+
+    In the order of what it costs: the headers, whether the engine serves, whether the queue is full, the bytes.
+    """
     check_media_type(request)
-    return await threaded(lambda body: validate(model, parse_json_object(body)), await read_body(request))
+    service.require()
+    service.admission.check()
+    body = await read_body(request)
+    if len(body) <= INLINE_BYTES:
+        return parse(parse_json_object(body))
+    return await asyncio.to_thread(lambda: parse(parse_json_object(body)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +27,8 @@ class TextEvent:
     finish_reason: str | None
     """stop or length; exactly one event per index has it, its last."""
     stop_reason: str | int | None
-    """The stop string or the stop token id that ended the sequence; None for an end-of-sequence token."""
+    """The stop string or the stop token id that ended the sequence; None for an end-of-sequence token, and where the
+    request's masks left no token to draw."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -39,8 +41,6 @@ class StreamOptions:
     skip_special_tokens: bool = True
     min_tokens: int = 0
     """Stop strings count only where they end after so many tokens."""
-    echo: bool = False
-    """The text of every sequence begins with the prompt (and its logprobs, where `params.prompt_logprobs`)."""
     token_ids: bool = False
     """Send events for tokens that bring no text yet."""
     new_text: bool = False
@@ -104,11 +104,15 @@ class Choice:
         """The echoed prompt, before any token. Stop strings are not looked for in it. `detokenizer` ran through it."""
         self._detokenizer = detokenizer
         self._length = len(text)
-        self._entries.extend(entries)
+        # Of perhaps a hundred thousand entries only the last ones may have to wait, and so be looked at one by one.
+        complete = bisect_right(entries, len(text), key=lambda entry: entry.offset + (len(entry.text) or 1))
+        sure = max(0, complete - 1)
+        self._event_entries += entries[:sure]
+        self._entries.extend(entries[sure:])
         self._send(text)
 
     def feed(self, token: int, finish: int, logprob: Logprob | None) -> None:
-        """A generated token, or -1, and whether it ended the sequence (STOP or LENGTH)."""
+        """A generated token, or -1 for none, and whether it ended the sequence (STOP or LENGTH)."""
         stopped = finish == FinishReason.STOP
         if token >= 0:
             self.tokens.append(token)
@@ -116,7 +120,7 @@ class Choice:
             if not stopped or self._options.include_stop:
                 self._add(token, logprob)
         if finish and self.finish_reason is None:
-            self._end(stopped)
+            self._end(stopped, token)
 
     def _add(self, token: int, logprob: Logprob | None) -> None:
         text = self._detokenizer.push(token)
@@ -135,7 +139,7 @@ class Choice:
             self._cut()
             self.finish_reason, self.stop_reason = "stop", self._matcher.matched
 
-    def _end(self, stopped: bool) -> None:
+    def _end(self, stopped: bool, token: int) -> None:
         tail = self._detokenizer.finish()
         if tail:
             if self._entries:
@@ -145,8 +149,8 @@ class Choice:
             if self.finish_reason is not None:
                 return
         self.finish_reason = "stop" if stopped else "length"
-        if stopped and self.tokens and self.tokens[-1] not in self._vocabulary.eos_ids:
-            self.stop_reason = self.tokens[-1]
+        if stopped and token >= 0 and token not in self._vocabulary.eos_ids:
+            self.stop_reason = token
         if self._matcher is not None:
             self._send(self._matcher.flush())
         self._event_entries.extend(self._entries)

@@ -50,7 +50,7 @@ class Detokenizer:
         return self._decoder.decode(data)
 
     def finish(self) -> str:
-        """What is left at the end: one U+FFFD for an incomplete character, else ""."""
+        """What is left at the end: U+FFFD for an incomplete character, twice for the beginning of a surrogate, else ""."""
         return self._decoder.decode(b"", True)
 
     @property

@@ -15,6 +15,7 @@ import logging
 import socket
 import time
 from collections.abc import Callable
+from typing import TypeVarTuple
 
 from scheduler.messages import (
     Abort,
@@ -28,10 +29,11 @@ from scheduler.messages import (
     ToEngine,
 )
 from scheduler.wire import WireError, frame, from_engine_frames
-from server.errors import EngineError, RequestError, Unavailable
+from server.errors import EngineError, RequestError, Unavailable, internal_error
 from server.streams import RequestStream
 
 log = logging.getLogger("octavo.engine")
+Values = TypeVarTuple("Values")
 
 READ_BYTES = 1 << 16
 STALL_SECONDS = 30.0
@@ -146,10 +148,10 @@ class EngineClient:
         self.stats = self.counters = step.stats
         for started in step.started:
             if stream := live.get(started.id):
-                stream.started(started)
+                self._tell(stream, stream.started, started)
         for values in step.prompt_logprobs:
             if stream := live.get(values.id):
-                stream.prompt_logprobs(values.values)
+                self._tell(stream, stream.prompt_logprobs, values.values)
         logprobs = step.logprobs
         messages = {error.row: error.message for error in step.errors}
         for row, (id, index, token, finish) in enumerate(
@@ -158,16 +160,24 @@ class EngineClient:
             stream = live.get(id)
             if stream is None:
                 continue  # it crossed an abort
-            stream.feed(index, token, finish, logprobs.get(row), messages.get(row))
+            self._tell(stream, stream.feed, index, token, finish, logprobs.get(row), messages.get(row))
             touched[id] = stream
         for id, stream in touched.items():
             previous = stream.timings.last_token
-            stream.wake(step.now)
+            self._tell(stream, stream.wake, step.now)
             if previous is not None and stream.timings.last_token == step.now:
                 self.on_gap(step.now - previous)
             if stream.done:
                 live.pop(id, None)
         self.on_step(step)
+
+    def _tell(self, stream: RequestStream, method: Callable[[*Values], None], *values: *Values) -> None:
+        """Deliver to one stream. What that raises ends this request and no other."""
+        try:
+            method(*values)
+        except Exception:
+            log.exception("request %d failed on what the engine sent for it", stream.submit.id)
+            self.fail(stream, internal_error())
 
     def _end(self) -> None:
         self.gone.set()

@@ -16,11 +16,20 @@ INTERNAL_MESSAGE = "The server failed to answer this request."
 
 
 class RequestError(Exception):
-    """A failure with a status. Subclasses fix status, type and code; `param` is the dotted path of the field."""
+    """A failure with a status; `param` is the dotted path of the field.
 
-    status: ClassVar[int] = 400
-    type: ClassVar[str] = "invalid_request_error"
-    default_code: ClassVar[str | None] = "invalid_value"
+    A kind of failure is a subclass and fixes status, type and headers, and the code unless one is raised with another.
+    """
+
+    status: ClassVar[int]
+    type: ClassVar[str]
+    code: str
+    headers: dict[str, str]
+
+    def __init_subclass__(
+        cls, status: int, code: str, type: str = "invalid_request_error", headers: Mapping[str, str] | None = None
+    ) -> None:
+        cls.status, cls.type, cls.code, cls.headers = status, type, code, dict(headers or {})
 
     def __init__(
         self,
@@ -34,8 +43,8 @@ class RequestError(Exception):
         super().__init__(message)
         self.message = message
         self.param = param
-        self.code = code or self.default_code
-        self.headers = dict(headers or {})
+        self.code = code or self.code
+        self.headers = {**self.headers, **(headers or {})}
         self.numbers = dict(numbers or {})
         """What the message counts, also as fields of the error object (`prompt_tokens`, `max_model_len`, …)."""
 
@@ -45,103 +54,69 @@ class RequestError(Exception):
         return {"error": error}
 
 
-class InvalidRequest(RequestError):
+class InvalidRequest(RequestError, status=400, code="invalid_value"):
     """Bad JSON, wrong type, out of range, mutually exclusive fields."""
 
 
-class Unsupported(RequestError):
+class Unsupported(RequestError, status=400, code="unsupported_parameter"):
     """A field or value that OpenAI or another server knows and this one does not honour."""
 
-    default_code = "unsupported_parameter"
 
-
-class ContextTooLong(RequestError):
+class ContextTooLong(RequestError, status=400, code="context_length_exceeded"):
     """Prompt, or prompt plus max_tokens, exceeds the model's context."""
 
-    default_code = "context_length_exceeded"
 
-
-class CapacityExceeded(RequestError):
+class CapacityExceeded(RequestError, status=400, code="kv_capacity_exceeded"):
     """The request could never fit the KV pool."""
 
-    default_code = "kv_capacity_exceeded"
 
-
-class TemplateError(RequestError):
+class TemplateError(RequestError, status=400, code="template_error"):
     """The chat template refused the messages, or failed on them."""
 
-    default_code = "template_error"
 
-
-class AuthenticationError(RequestError):
+class AuthenticationError(
+    RequestError,
+    status=401,
+    code="invalid_api_key",
+    type="authentication_error",
+    headers={"WWW-Authenticate": "Bearer"},
+):
     """No key, or a wrong one."""
 
-    status = 401
-    type = "authentication_error"
-    default_code = "invalid_api_key"
 
-    def __init__(self, message: str) -> None:
-        super().__init__(message, headers={"WWW-Authenticate": "Bearer"})
-
-
-class NotFound(RequestError):
+class NotFound(RequestError, status=404, code="not_found"):
     """Unknown model or route."""
 
-    status = 404
-    default_code = "not_found"
+
+class MethodNotAllowed(RequestError, status=405, code="method_not_allowed"):
+    """The route knows other methods."""
 
 
-class MethodNotAllowed(RequestError):
-    status = 405
-    default_code = "method_not_allowed"
-
-
-class DeadlineExceeded(RequestError):
+class DeadlineExceeded(RequestError, status=408, code="timeout", type="timeout_error"):
     """--request-timeout passed, or the body came too slowly."""
 
-    status = 408
-    type = "timeout_error"
-    default_code = "timeout"
+
+class PayloadTooLarge(RequestError, status=413, code="payload_too_large"):
+    """The body is larger than the server reads."""
 
 
-class PayloadTooLarge(RequestError):
-    status = 413
-    default_code = "payload_too_large"
+class UnsupportedMediaType(RequestError, status=415, code="unsupported_media_type"):
+    """The body is no JSON by its content-type."""
 
 
-class UnsupportedMediaType(RequestError):
-    status = 415
-    default_code = "unsupported_media_type"
-
-
-class Overloaded(RequestError):
+class Overloaded(RequestError, status=429, code="server_overloaded", type="rate_limit_error"):
     """The queue is full; the client should come back after `retry_after` seconds."""
-
-    status = 429
-    type = "rate_limit_error"
-    default_code = "server_overloaded"
 
     def __init__(self, message: str, *, retry_after: int) -> None:
         super().__init__(message, headers={"Retry-After": str(retry_after)})
 
 
-class EngineError(RequestError):
+class EngineError(RequestError, status=500, code="engine_error", type="server_error"):
     """The engine failed on this request."""
 
-    status = 500
-    type = "server_error"
-    default_code = "engine_error"
 
-
-class Unavailable(RequestError):
+class Unavailable(RequestError, status=503, code="unavailable", type="server_error", headers={"Retry-After": "5"}):
     """Loading, draining, or without an engine."""
-
-    status = 503
-    type = "server_error"
-    default_code = "unavailable"
-
-    def __init__(self, message: str, *, retry_after: int = 5) -> None:
-        super().__init__(message, headers={"Retry-After": str(retry_after)})
 
 
 def internal_error() -> EngineError:

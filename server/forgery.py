@@ -97,25 +97,26 @@ def escaped(char: str) -> str:
 
 def unused(value: Any, count: int, *texts: str) -> list[str]:
     """`count` different characters that occur nowhere in a JSON-like value and the texts, nor their escapes."""
-    strings = [*_strings(value), *texts]
+    present = [*strings(value), *texts]
     found: list[str] = []
     # Noncharacters first: Unicode keeps them for such uses, so that the first ones nearly always do.
     for code in (*range(0xFDD0, 0xFDF0), *range(0x10FFFD, 0x100000, -1)):
         char = chr(code)
-        if not any(char in string or escaped(char) in string for string in strings):
+        if not any(char in string or escaped(char) in string for string in present):
             found.append(char)
             if len(found) == count:
                 return found
     raise ValueError("the text holds every character there is")
 
 
-def _strings(value: Any) -> Iterable[str]:
+def strings(value: Any) -> Iterable[str]:
+    """Every string in a JSON-like value, keys too."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
         for key, item in value.items():
             yield key
-            yield from _strings(item)
+            yield from strings(item)
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _strings(item)
+            yield from strings(item)

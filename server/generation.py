@@ -16,7 +16,8 @@ from typing import Any
 
 from model.params import SamplingParams
 from scheduler.messages import Submit
-from server.errors import DeadlineExceeded, RequestError
+from server.echo import Echo
+from server.errors import DeadlineExceeded
 from server.service import Service
 from server.streams import RequestStream, SequenceResult, StreamOptions, TextEvent
 
@@ -31,13 +32,15 @@ class Job:
     priority: int
     tenant: str
     salt: bytes
+    echo: Echo | None = None
 
 
 class Generation:
     """Made before anything is tokenised; whoever makes it calls `close`, in whatever way the request ends."""
 
     def __init__(self, service: Service, endpoint: str, sequences: int, arrival: float) -> None:
-        """Takes the slots. Raises Overloaded."""
+        """Takes the slots. Raises Unavailable or Overloaded; from then on the request is served, drain or not."""
+        self.loaded = service.require()
         service.admission.reserve(sequences)
         self.id = secrets.token_hex(16)
         self.streams: list[RequestStream] = []
@@ -51,9 +54,8 @@ class Generation:
         self._closed = False
 
     def submit(self, jobs: Sequence[Job], options: StreamOptions) -> None:
-        """Send everything to the engine. Raises Overloaded or Unavailable."""
-        service = self._service
-        loaded = service.require()
+        """Send everything to the engine. Raises Overloaded, or Unavailable where the engine is gone."""
+        service, tokenizer = self._service, self.loaded.tokenizer
         service.admission.check_tokens(sum(len(job.prompt_ids) for job in jobs))
         for job in jobs:
 
@@ -68,7 +70,7 @@ class Generation:
                     salt=job.salt,
                     arrival=self._arrival,
                 )
-                return RequestStream(submit, loaded.tokenizer, options, service.client.abort, service.clock)
+                return RequestStream(submit, tokenizer, options, service.client.abort, service.clock, job.echo)
 
             opened = service.client.open(stream)
             self.streams.append(opened)
@@ -139,15 +141,15 @@ class Generation:
 
     async def _merged(self) -> AsyncGenerator[tuple[int, list[TextEvent]], None]:
         """All streams at once. The queue holds one batch: what waits longer waits, merged, in its stream."""
-        queue: asyncio.Queue[tuple[int, list[TextEvent] | RequestError | None]] = asyncio.Queue(1)
+        queue: asyncio.Queue[tuple[int, list[TextEvent] | Exception | None]] = asyncio.Queue(1)
 
         async def pump(number: int, stream: RequestStream) -> None:
-            last: RequestError | None = None
+            last: Exception | None = None
             try:
                 async with aclosing(stream.events()) as batches:
                     async for batch in batches:
                         await queue.put((number, batch))
-            except RequestError as error:
+            except Exception as error:  # whatever it is, the reader must not wait for a stream that has ended
                 last = error
             await queue.put((number, last))
 
@@ -156,7 +158,7 @@ class Generation:
             running = len(tasks)
             while running:
                 number, item = await queue.get()
-                if isinstance(item, RequestError):
+                if isinstance(item, Exception):
                     raise item
                 if item is None:
                     running -= 1

@@ -1,6 +1,6 @@
-"""Around every request, as pure ASGI: its id, its key, its line in the log, its count.
+"""Around every request, as pure ASGI: its id, its key, its line in the log, its count, the bytes of its body.
 
-    Requests ── id, log, count ──▶ ApiKeys ── 401 ──▶ the application
+    Requests ── id, log, count, bytes ──▶ ApiKeys ── 401 ──▶ the application
 
 Routes that are answered without a key are listed; every other path needs one, whether a route exists there or not.
 """
@@ -19,6 +19,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from server.admission import Admission
 from server.errors import AuthenticationError, error_response
 from server.metrics import Metrics
 
@@ -43,9 +44,10 @@ def request_id(given: str | None) -> str:
 class Requests:
     """The outermost layer."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, admission: Admission) -> None:
         self._app = app
         self._metrics = metrics
+        self._admission = admission
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -55,7 +57,7 @@ class Requests:
         id = request_id(Headers(scope=scope).get("x-request-id"))
         if len(scope["path"]) > 1:
             scope["path"] = scope["path"].rstrip("/") or "/"
-        status = 0
+        status = held = 0
         complete = False
 
         async def answer(message: Message) -> None:
@@ -69,9 +71,11 @@ class Requests:
             complete = message["type"] == "http.response.body" and not message.get("more_body", False)
 
         async def hear() -> Message:
-            nonlocal status
+            nonlocal status, held
             message = await receive()
-            if message["type"] == "http.disconnect" and not complete:
+            if message["type"] == "http.request":
+                held += self._admission.hold_bytes(len(message.get("body", b"")))
+            elif not complete:
                 status = CLIENT_GONE
             return message
 
@@ -83,6 +87,7 @@ class Requests:
             # The application has answered, if it still could.
             log.exception("request %s failed", id)
         finally:
+            self._admission.free_bytes(held)
             self._note(scope, id, status or CLIENT_GONE, time.perf_counter() - began)
 
     def _note(self, scope: Scope, id: str, status: int, seconds: float) -> None:

@@ -1,30 +1,37 @@
 """PromptBuilder: what a client sent, as token ids that fit the model.
 
-    event loop    length bound ──▶ (await) ──────────────────────▶ exact lengths, max_tokens
-    own threads                    template, encoding, id ranges
+    event loop    ──▶ (await) ─────────────────────────────────────────────▶ exact lengths, max_tokens
+    own threads       length bound, template, special tokens, encoding, id ranges
 
-Tokenising takes milliseconds to seconds, so it has threads of its own. Content that is too long whatever the tokenizer
-makes of it is refused before it gets there; a message's other strings are not yet measured.
+Tokenising takes milliseconds to seconds, so it has threads of its own. What is too long whatever the tokenizer makes of
+it is refused before anything is done with it. A request has few jobs in the threads' queue at a time, and a job is one
+prompt or several short ones: a list of a thousand texts delays its sender and nobody else.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import partial
+from typing import TypeVar
 
 from model.tokenizer import Tokenizer
 from server.detokenizer import decode
 from server.errors import CapacityExceeded, ContextTooLong, InvalidRequest, TemplateError
-from server.forgery import SpecialTokens, escaped, unused
+from server.forgery import SpecialTokens, escaped, strings, unused
 from server.template import Chat, ChatTemplate
 
 T = TypeVar("T")
+P = TypeVar("P", str, list[int], str | list[int])
 
-MAX_ENCODED_CHARS = 4 * 1024 * 1024
+MAX_ENCODED_CHARS = 2**20
 """Of a text that is only to be tokenised, not to be continued."""
+MAX_PROMPT_VALUES = 2**20
+"""Logprobs, ids and texts of prompt tokens in one answer, all its choices together."""
+JOB_LENGTH = 64 * 1024
+"""Characters or ids that are enough for one job."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,33 +78,49 @@ class PromptBuilder:
 
     async def chat(self, chat: Chat, *, add_special_tokens: bool = False) -> Prompt:
         """A conversation as a prompt."""
-        self._bound(sum(_length(message.get("content")) for message in chat.messages), "messages")
-        prompt = await self._threaded(lambda: self._chat(chat, add_special_tokens))
-        return self._fitting(prompt, "messages")
+        return await self.threaded(lambda: self._chat(chat, add_special_tokens))
 
-    async def completion(self, prompts: Sequence[str | list[int]], *, add_special_tokens: bool = True) -> list[Prompt]:
-        """Each prompt's ids. One BOS at most is put before text, also where the text itself begins with it."""
-        for prompt in prompts:
-            if isinstance(prompt, str):
-                self._bound(len(prompt), "prompt")
-            elif len(prompt) > self.limits.max_model_len:
-                self._too_long(len(prompt), "prompt")
-        built = await self._threaded(lambda: [self._completion(prompt, add_special_tokens) for prompt in prompts])
-        return [self._fitting(prompt, "prompt") for prompt in built]
+    async def completion(
+        self, prompts: Sequence[str | list[int]], *, add_special_tokens: bool = True, limit: int | None = None
+    ) -> list[Prompt]:
+        """Each prompt's ids. One BOS at most is put before text, also where the text itself begins with it.
+
+        `limit`: tokens that several prompts may have together.
+        """
+        total = 0
+
+        def build(prompt: str | list[int]) -> Prompt:
+            nonlocal total
+            built = self._completion(prompt, add_special_tokens)
+            total += len(built.ids)
+            if limit is not None and total > limit and len(prompts) > 1:
+                raise InvalidRequest(
+                    f"prompt: the {len(prompts)} prompts have more than {limit} tokens together, and no more may wait",
+                    param="prompt",
+                )
+            return built
+
+        return await self.each(build, prompts)
 
     async def encode(self, text: str, *, add_special_tokens: bool, allow_special: bool = True) -> list[int]:
         """A text's ids, as /tokenize shows them; the text need not fit the context."""
+
+        def work() -> list[int]:
+            _encodable(text, "prompt")
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens, allow_special=allow_special)
+
         if len(text) > MAX_ENCODED_CHARS:
             raise InvalidRequest(f"prompt: {len(text)} characters are more than {MAX_ENCODED_CHARS}", param="prompt")
-        _encodable(text, "prompt")
-        return await self._threaded(
-            lambda: self._tokenizer.encode(text, add_special_tokens=add_special_tokens, allow_special=allow_special)
-        )
+        return await self.threaded(work)
 
     async def decode(self, ids: list[int], *, skip_special_tokens: bool = False, param: str = "tokens") -> str:
         """The text of token ids."""
-        self._check_ids(ids, param)
-        return await self._threaded(lambda: decode(self._tokenizer, ids, skip_special_tokens))
+
+        def work() -> str:
+            self._check_ids(ids, param)
+            return decode(self._tokenizer, ids, skip_special_tokens)
+
+        return await self.threaded(work)
 
     def max_tokens(self, prompt_tokens: int, requested: int | None, *, param: str, default: int | None = None) -> int:
         """How many tokens may be generated. Raises ContextTooLong or CapacityExceeded, both with the numbers.
@@ -125,8 +148,16 @@ class PromptBuilder:
         """Ends the threads; what they have begun is finished."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    async def _threaded(self, work: Callable[[], T]) -> T:
+    async def threaded(self, work: Callable[[], T]) -> T:
+        """Run one job in the threads for text."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+    async def each(self, work: Callable[[P], T], prompts: Sequence[P]) -> list[T]:
+        """`work` of every prompt, in as many jobs as it takes, one after the other."""
+        results: list[T] = []
+        for job in _jobs(prompts):
+            results += await self.threaded(partial(list, map(work, job)))
+        return results
 
     def _chat(self, chat: Chat, add_special_tokens: bool) -> Prompt:
         if self.template is None:
@@ -134,8 +165,11 @@ class PromptBuilder:
                 "messages: this model has no chat template; use /v1/completions, or start the server with one",
                 param="messages",
             )
-        client = (chat.messages, chat.tools, chat.documents, chat.kwargs)
-        guard, tag = unused(client, 2, self.template.source)
+        conversation = (chat.messages, chat.tools, chat.documents)
+        # First of all: the search for special tokens holds the GIL, the longer the strings the longer.
+        self._bound(sum(map(len, strings(conversation))), "messages")
+        self._bound(sum(map(len, strings(chat.kwargs))), "chat_template_kwargs")
+        guard, tag = unused((conversation, chat.kwargs), 2, self.template.source)
         special = self._special
         mark = str if special is None else lambda text: special.guarded(text, guard)
         # Templates that print objects print a guard as its escape.
@@ -151,22 +185,28 @@ class PromptBuilder:
 
     def _completion(self, prompt: str | list[int], add_special_tokens: bool) -> Prompt:
         if isinstance(prompt, str):
+            self._bound(len(prompt), "prompt")
             _encodable(prompt, "prompt")
             ids = self._tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
             return Prompt(self._whole(ids, add_special_tokens, "prompt"), prompt)
-        self._check_ids(prompt, "prompt")
-        return Prompt(self._whole(list(prompt), False, "prompt"))
+        ids = self._whole(prompt, False, "prompt")
+        self._check_ids(ids, "prompt")
+        return Prompt(ids)
 
     def _whole(self, ids: list[int], added: bool, param: str) -> list[int]:
-        """Ids with no second BOS, where one was `added`, and at least a BOS."""
+        """Ids with no second BOS, where one was `added`, and at least a BOS. Raises where they do not fit."""
         bos = self._tokenizer.bos_id
         if added and len(ids) > 1 and ids[0] == ids[1] == bos:
-            return ids[1:]
-        if ids:
-            return ids
-        if bos is None:
-            raise InvalidRequest(f"{param}: must not be empty, since this model has no BOS token", param=param)
-        return [bos]
+            ids = ids[1:]
+        if not ids:
+            if bos is None:
+                raise InvalidRequest(f"{param}: must not be empty, since this model has no BOS token", param=param)
+            ids = [bos]
+        if len(ids) > self.limits.max_model_len:
+            self._too_long(len(ids), param)
+        if self.limits.blocks(len(ids)) > self.limits.num_blocks:
+            self._no_room(len(ids), 0, param)
+        return ids
 
     def _check_ids(self, ids: Sequence[int], param: str) -> None:
         if any(type(token) is not int for token in ids):
@@ -182,13 +222,6 @@ class PromptBuilder:
         least = -(-chars // self._token_bytes)
         if least > self.limits.max_model_len:
             self._too_long(least, param, "at least ")
-
-    def _fitting(self, prompt: Prompt, param: str) -> Prompt:
-        if len(prompt.ids) > self.limits.max_model_len:
-            self._too_long(len(prompt.ids), param)
-        if self.limits.blocks(len(prompt.ids)) > self.limits.num_blocks:
-            self._no_room(len(prompt.ids), 0, param)
-        return prompt
 
     def _too_long(self, tokens: int, param: str, least: str = "") -> None:
         context = self.limits.max_model_len
@@ -208,12 +241,26 @@ class PromptBuilder:
         )
 
 
-def _length(content: Any) -> int:
-    """Characters of a message's content."""
-    if isinstance(content, str):
-        return len(content)
-    parts = content if isinstance(content, list) else []
-    return sum(len(part.get("text") or "") for part in parts if isinstance(part, Mapping))
+def check_values(tokens: int, values: int, param: str) -> None:
+    """Whether an answer may have so many values for every prompt token, all choices counted. Raises InvalidRequest."""
+    if tokens * values > MAX_PROMPT_VALUES:
+        raise InvalidRequest(
+            f"{param}: {tokens} prompt tokens with {values} values each, over all choices, are more than "
+            f"{MAX_PROMPT_VALUES} in one answer",
+            param=param,
+        )
+
+
+def _jobs(prompts: Sequence[P]) -> Iterator[list[P]]:
+    job: list[P] = []
+    length = 0
+    for prompt in prompts:
+        job.append(prompt)
+        length += len(prompt)
+        if length >= JOB_LENGTH:
+            yield job
+            job, length = [], 0
+    yield job
 
 
 def _encodable(text: str, param: str) -> None:

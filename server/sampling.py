@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
+
+import msgspec
 
 from model.params import SamplingParams
 from model.tokenizer import GenerationDefaults, Tokenizer
@@ -14,6 +16,8 @@ from server.protocol.sampling import GenerationRequest
 T = TypeVar("T")
 RANDOM_SEED = -1
 SEED_MASK = 2**63 - 1
+MAX_MASK_IDS = 2**20
+"""Ids in the masks of a request's prompts: each prompt goes to the engine with its own copy."""
 
 
 class Sampling:
@@ -26,9 +30,13 @@ class Sampling:
         self._random = random.Random(seed) if seed is not None else random.SystemRandom()
 
     def params(
-        self, request: GenerationRequest, *, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None
-    ) -> SamplingParams:
-        """What to tell the engine. Raises InvalidRequest for ids outside the vocabulary."""
+        self, request: GenerationRequest, *, logprobs: int | None, prompt_logprobs: int | None, prompts: int = 1
+    ) -> Callable[[int], SamplingParams]:
+        """What to tell the engine, as a cheap function of a prompt's `max_tokens`; it draws the seed that is missing.
+
+        This itself tokenises the bad words and walks long lists: once a request, in a thread. `prompts`: how many
+        there are. Raises InvalidRequest for ids outside the vocabulary, and for too many ids.
+        """
         defaults = self._defaults
         self._check_ids("logit_bias", request.logit_bias)
         self._check_ids("stop_token_ids", request.stop_token_ids)
@@ -36,10 +44,18 @@ class Sampling:
         stops = dict.fromkeys(request.stop_token_ids)
         if not request.ignore_eos:
             stops |= dict.fromkeys(sorted(self._tokenizer.eos_ids))
-        allowed = request.allowed_token_ids
-        return SamplingParams(
-            max_tokens=max_tokens,
-            seed=self._seed(request.seed),
+        allowed = None if request.allowed_token_ids is None else tuple(dict.fromkeys(request.allowed_token_ids))
+        bad_words = self._bad_words(request.bad_words)
+        ids = len(allowed or ()) + sum(map(len, bad_words))
+        if ids * prompts > MAX_MASK_IDS:
+            raise InvalidRequest(
+                f"prompt: {prompts} prompts, each with {ids} ids in allowed_token_ids and bad_words, are more than "
+                f"{MAX_MASK_IDS} ids",
+                param="prompt",
+            )
+        common = SamplingParams(
+            max_tokens=0,
+            seed=0,
             temperature=_either(request.temperature, defaults.temperature),
             top_k=max(0, _either(request.top_k, defaults.top_k)),
             top_p=_either(request.top_p, defaults.top_p),
@@ -50,11 +66,12 @@ class Sampling:
             logit_bias=request.logit_bias,
             min_tokens=request.min_tokens,
             stop_token_ids=tuple(stops),
-            allowed_token_ids=None if allowed is None else tuple(dict.fromkeys(allowed)),
-            bad_words=self._bad_words(request.bad_words),
+            allowed_token_ids=allowed,
+            bad_words=bad_words,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
         )
+        return lambda max_tokens: msgspec.structs.replace(common, max_tokens=max_tokens, seed=self._seed(request.seed))
 
     def _check_ids(self, param: str, ids: Iterable[int]) -> None:
         highest = max(ids, default=0)

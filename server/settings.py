@@ -81,7 +81,10 @@ class Settings(BaseSettings):
     )
     device: Literal["auto", "cpu", "cuda"] = flag("auto", "Model", "where the model runs")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = flag(
-        "auto", "Model", "type of the weights; auto: bfloat16 where the processor has it, else float32"
+        "auto", "Model", "type of the weights; auto: bfloat16, or float32 on a CPU without kernels and 16-bit instructions"
+    )
+    quantization: Literal["int8"] | None = flag(
+        None, "Model", "int8: quantise the matrices as they are loaded, on a CPU; by default not"
     )
     max_model_len: int | None = flag(
         None, "Model", "context length in tokens; by default the model's own", "TOKENS", ge=16, le=2**24

@@ -14,16 +14,17 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
 from model.params import Logprob
 from scheduler.messages import FinishReason, Started, Submit
 from server.choice import Choice, StreamOptions, TextEvent
-from server.detokenizer import Detokenizer, Vocabulary
+from server.detokenizer import Vocabulary
+from server.echo import Echo, scored
 from server.errors import EngineError, RequestError
-from server.logprobs import TokenEntry, token_entry
+from server.logprobs import TokenEntry
 from server.stops import StopStrings
 
 __all__ = ["RequestStream", "SequenceResult", "StreamOptions", "TextEvent", "Timings", "Usage"]
@@ -70,8 +71,13 @@ class RequestStream:
         options: StreamOptions,
         abort: Callable[[int, int | None], None],
         clock: Callable[[], float] = time.monotonic,
+        echo: Echo | None = None,
     ) -> None:
-        """`abort(id, index)` tells the engine to end a sequence, or with None the whole request."""
+        """`abort(id, index)` tells the engine to end a sequence, or with None the whole request.
+
+        `echo`: every sequence begins with it; the reader gets it once the engine's prompt logprobs are there, where
+        `params` asks for them.
+        """
         self.submit = submit
         self.usage = Usage(len(submit.prompt_ids))
         self.timings = Timings(submit.arrival)
@@ -81,11 +87,9 @@ class RequestStream:
         self.cancelled = False
         """The reader left before the end."""
         self._vocabulary = vocabulary
-        self._options = options
         self._abort = abort
         self._clock = clock
         self._scored = submit.params.logprobs is not None
-        self._echo_due = options.echo
         stops = StopStrings(options.stop, options.include_stop)
         self._choices = [Choice(index, vocabulary, options, stops, self._scored) for index in range(submit.n)]
         self._running = submit.n
@@ -93,8 +97,14 @@ class RequestStream:
         self._unread_since: float | None = None
         self._fed = False
         self._event = asyncio.Event()
-        if options.echo and submit.params.prompt_logprobs is None:
-            self._echo()
+        self._bare = [0] * submit.n
+        """Per sequence, echoed tokens that the reader has not got: their entries still lack their logprobs."""
+        if echo is not None:
+            for choice in self._choices:
+                choice.begin(echo.text, echo.entries, echo.detokenizer.copy())
+            self._bare = [len(echo.entries)] * submit.n
+            if submit.params.prompt_logprobs is None:
+                self._show()
 
     @property
     def tokens(self) -> list[list[int]]:
@@ -133,7 +143,7 @@ class RequestStream:
         """Comes before the first `feed` of the same step."""
         if self.prompt_values is None:
             self.prompt_values = list(values)
-            self._echo()
+            self._show()
 
     def feed(
         self, index: int, token: int, finish: int, logprob: Logprob | None = None, message: str | None = None
@@ -148,7 +158,6 @@ class RequestStream:
         if finish in (FinishReason.ERROR, FinishReason.ABORT):
             self._end_all(EngineError(message or "The engine could not finish this request."))
             return
-        self._echo()
         if token >= 0:
             self.usage.completion_tokens += 1
             self._fed = True
@@ -199,6 +208,8 @@ class RequestStream:
                     batch = [self._choices[index].take() for index in sorted(self._ready)]
                     self._ready.clear()
                     self._unread_since = None
+                    if any(self._bare[event.index] and event.logprobs for event in batch):
+                        batch = await asyncio.to_thread(self._full, batch)
                     yield batch
                 elif self.error is not None:
                     raise self.error
@@ -236,30 +247,17 @@ class RequestStream:
             self._abort(self.submit.id, None)
         self.fail(error)
 
-    def _echo(self) -> None:
-        """Begin every sequence with the prompt. One detokenizer runs through it, and goes on in the sequences."""
-        if not self._echo_due:
-            return
-        self._echo_due = False
-        options, vocabulary = self._options, self._vocabulary
-        detokenizer = Detokenizer(vocabulary, options.skip_special_tokens)
-        values = iter(self.prompt_values or ())
-        pieces: list[str] = []
-        entries: list[TokenEntry] = []
-        offset = 0
-        for position, token in enumerate(self.submit.prompt_ids):
-            piece = detokenizer.push(token)
-            if self._scored:
-                value = next(values, None) if position else None
-                if value is not None:  # prompt_logprobs may have asked for more alternatives than logprobs
-                    k = self.submit.params.logprobs
-                    value = Logprob(value.logprob, value.rank, value.top_ids[:k], value.top_logprobs[:k])
-                shown = not options.skip_special_tokens or not vocabulary.is_special(token)
-                entries.append(token_entry(vocabulary, token, piece, offset, value, shown))
-            pieces.append(piece)
-            offset += len(piece)
-        text = "".join(pieces)
-        for choice in self._choices:
-            choice.begin(text, entries, detokenizer.copy())
-            if choice.ready:
-                self._ready.add(choice.index)
+    def _show(self) -> None:
+        """Let the reader have what the sequences begin with."""
+        self._ready.update(choice.index for choice in self._choices if choice.ready)
+
+    def _full(self, batch: list[TextEvent]) -> list[TextEvent]:
+        """The events with the logprobs of the echoed tokens in them."""
+        full = []
+        for event in batch:
+            bare, entries = self._bare[event.index], event.logprobs or ()
+            values = [None, *(self.prompt_values or ())][-bare:] if bare else []
+            echoed = scored(self._vocabulary, entries[:bare], values, self.submit.params.logprobs)
+            self._bare[event.index] -= len(echoed)
+            full.append(replace(event, logprobs=(*echoed, *entries[len(echoed) :])))
+        return full

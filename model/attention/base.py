@@ -18,6 +18,8 @@ class Attention(Protocol):
 
     name: str
     """As shown at start-up."""
+    reads_unwritten: bool
+    """Whether it multiplies slots that nobody wrote by zero: they must then hold finite numbers."""
 
     def __call__(
         self,

@@ -48,6 +48,7 @@ class ReferenceAttention:
     """See `model.attention.base.Attention`. Temporary memory: the gathered keys and values of one group, its scores."""
 
     name = "reference"
+    reads_unwritten = True
 
     def __call__(
         self,

@@ -96,7 +96,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "logits_processors": (),
     # output
     "logprob_token_ids": ([],),
-    "return_tokens_as_token_ids": (False,),
     "return_prompt_text": (False,),
     "return_hidden_states": (False,),
     "spaces_between_special_tokens": (True,),
@@ -150,6 +149,7 @@ class GenerationRequest(Body):
     allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED_IDS)] | None = None
     prompt_logprobs: Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
     stream: bool = False
     stream_options: StreamFields | None = None
     priority: Annotated[Int, Field(ge=-(2**63), le=2**63 - 1, description="lower runs first")] = 0

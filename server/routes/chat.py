@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
-from typing import Any
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any, TypeVar
 
 import orjson
 from fastapi import APIRouter, Request, Response
 
 from server.answer import respond
-from server.body import parse_body
+from server.body import read_object, validate
 from server.generation import Generation, Job
-from server.logprobs import chat_logprobs, prompt_logprobs
+from server.logprobs import TokenEntry, chat_logprobs, prompt_logprobs
+from server.prompts import check_values
 from server.protocol.chat import ChatFields, ChatRequest
 from server.service import Caller, Service, service_of
 from server.sse import DONE, Frames
@@ -21,6 +22,7 @@ from server.streams import SequenceResult, StreamOptions, TextEvent
 from server.template import Chat
 
 router = APIRouter()
+C = TypeVar("C", bound=ChatFields)
 THREAD_TOKENS = 512
 """An answer with the logprobs of more tokens is put together in a thread."""
 
@@ -30,17 +32,17 @@ async def create_chat_completion(http: Request) -> Response:
     """Answer a conversation."""
     service = service_of(http)
     arrival = service.clock()
-    body = await parse_body(http, ChatRequest)
+    body, chat = await read_object(http, service, lambda value: conversation(ChatRequest, value))
     model = service.check_model(body.model)
-    service.require()
     generation = Generation(service, "chat", body.n, arrival)
-    answer = ChatAnswer(service, generation, body, model, service.caller(http, body.cache_salt, body.user))
+    answer = ChatAnswer(service, generation, body, chat, model, service.caller(http, body.cache_salt, body.user))
     return await respond(http, answer, body.stream)
 
 
-def conversation(body: ChatFields) -> Chat:
-    """What the template gets."""
-    return Chat(
+def conversation(model: type[C], value: dict[str, Any]) -> tuple[C, Chat]:
+    """The request, and what the template gets of it. Takes its time where there are thousands of messages."""
+    body = validate(model, value)
+    return body, Chat(
         messages=[message.model_dump(exclude_none=True) for message in body.messages],
         add_generation_prompt=body.generation_prompt,
         continue_final_message=body.continue_final_message,
@@ -49,10 +51,12 @@ def conversation(body: ChatFields) -> Chat:
 
 
 class ChatAnswer:
-    def __init__(self, service: Service, generation: Generation, body: ChatRequest, model: str, caller: Caller) -> None:
+    def __init__(
+        self, service: Service, generation: Generation, body: ChatRequest, chat: Chat, model: str, caller: Caller
+    ) -> None:
         self.generation = generation
-        self._service = service
         self._body = body
+        self._chat = chat
         self._caller = caller
         self._fixed: dict[str, Any] = {
             "id": f"chatcmpl-{generation.id}",
@@ -63,16 +67,16 @@ class ChatAnswer:
         }
 
     async def start(self) -> None:
-        body, loaded = self._body, self._service.require()
-        prompts = loaded.prompts
-        prompt = await prompts.chat(conversation(body), add_special_tokens=body.add_special_tokens)
-        params = loaded.sampling.params(
-            body,
-            max_tokens=prompts.max_tokens(len(prompt.ids), body.limit, param="messages"),
-            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-            prompt_logprobs=body.prompt_logprobs,
+        body, caller = self._body, self._caller
+        prompts, sampling = self.generation.loaded.prompts, self.generation.loaded.sampling
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        params, prompt = await asyncio.gather(
+            prompts.threaded(lambda: sampling.params(body, logprobs=logprobs, prompt_logprobs=body.prompt_logprobs)),
+            prompts.chat(self._chat, add_special_tokens=body.add_special_tokens),
         )
-        caller = self._caller
+        scored = 0 if body.prompt_logprobs is None else body.prompt_logprobs + 1
+        check_values(len(prompt.ids), scored + body.n * body.return_token_ids, "prompt_logprobs" if scored else "n")
+        max_tokens = prompts.max_tokens(len(prompt.ids), body.limit, param="messages")
         options = StreamOptions(
             stop=tuple(body.stop),
             include_stop=body.include_stop_str_in_output,
@@ -81,7 +85,7 @@ class ChatAnswer:
             token_ids=body.return_token_ids,
             new_text=not body.continue_final_message,
         )
-        job = Job(prompt.ids, params, body.n, body.priority, caller.tenant, caller.salt)
+        job = Job(prompt.ids, params(max_tokens), body.n, body.priority, caller.tenant, caller.salt)
         self.generation.submit([job], options)
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
@@ -112,25 +116,25 @@ class ChatAnswer:
         whole = {**self._fixed, "choices": list(map(self._choice, results)), "usage": usage}
         if body.return_token_ids:
             whole["prompt_token_ids"] = stream.submit.prompt_ids
-        if body.prompt_logprobs is not None and self._service.loaded is not None:
-            tokenizer, values = self._service.loaded.tokenizer, stream.prompt_values or []
+        if body.prompt_logprobs is not None:
+            tokenizer, values = self.generation.loaded.tokenizer, stream.prompt_values or []
             whole["prompt_logprobs"] = prompt_logprobs(tokenizer, stream.submit.prompt_ids, values)
         return orjson.dumps(whole)
 
     def _choice(self, result: SequenceResult) -> dict[str, Any]:
-        logprobs = None
-        if result.logprobs is not None:
-            logprobs = {"content": chat_logprobs(result.logprobs), "refusal": None}
         choice: dict[str, Any] = {
             "index": result.index,
             "message": {"role": "assistant", "content": result.text, "refusal": None},
-            "logprobs": logprobs,
+            "logprobs": None if result.logprobs is None else self._logprobs(result.logprobs),
             "finish_reason": result.finish_reason,
             "stop_reason": result.stop_reason,
         }
         if self._body.return_token_ids:
             choice["token_ids"] = result.token_ids
         return choice
+
+    def _logprobs(self, entries: Sequence[TokenEntry]) -> dict[str, Any]:
+        return {"content": chat_logprobs(entries, self._body.return_tokens_as_token_ids), "refusal": None}
 
     def _role(self, index: int) -> bytes:
         """The first chunk of a choice."""
@@ -151,7 +155,7 @@ class ChatAnswer:
             choice: dict[str, Any] = {
                 "index": event.index,
                 "delta": {"content": event.text},
-                "logprobs": {"content": chat_logprobs(event.logprobs), "refusal": None} if event.logprobs else None,
+                "logprobs": self._logprobs(event.logprobs) if event.logprobs else None,
                 "finish_reason": None,
             }
             if self._body.return_token_ids:

@@ -11,9 +11,11 @@ import orjson
 from fastapi import APIRouter, Request, Response
 
 from server.answer import respond
-from server.body import parse_body
+from server.body import read_object, validate
+from server.echo import Echo, make_echo
 from server.generation import Generation, Job
 from server.logprobs import TokenEntry, completion_logprobs, prompt_logprobs
+from server.prompts import Prompt, check_values
 from server.protocol.completions import CompletionRequest
 from server.service import Caller, Service, service_of
 from server.sse import DONE, Frames
@@ -29,9 +31,8 @@ async def create_completion(http: Request) -> Response:
     """Continue text."""
     service = service_of(http)
     arrival = service.clock()
-    body = await parse_body(http, CompletionRequest)
+    body = await read_object(http, service, lambda value: validate(CompletionRequest, value))
     model = service.check_model(body.model)
-    service.require()
     generation = Generation(service, "completions", len(body.prompt) * body.n, arrival)
     answer = CompletionAnswer(service, generation, body, model, service.caller(http, body.cache_salt, body.user))
     return await respond(http, answer, body.stream)
@@ -56,40 +57,57 @@ class CompletionAnswer:
         """Choices that have had their first chunk."""
 
     async def start(self) -> None:
-        body, loaded = self._body, self._service.require()
-        prompts = loaded.prompts
-        texts = body.prompt
-        if body.truncate_prompt_tokens is not None:
-            texts = [await self._truncated(prompt) for prompt in texts]
-        built = await prompts.completion(texts, add_special_tokens=body.add_special_tokens)
-        scored = body.logprobs if body.echo else None
-        wanted = [k for k in (scored, body.prompt_logprobs) if k is not None]
+        body, caller = self._body, self._caller
+        prompts, sampling = self.generation.loaded.prompts, self.generation.loaded.sampling
+        asked = [k for k in (body.logprobs if body.echo else None, body.prompt_logprobs) if k is not None]
+        highest = max(asked, default=None)
+        params, built = await asyncio.gather(
+            prompts.threaded(
+                lambda: sampling.params(body, logprobs=body.logprobs, prompt_logprobs=highest, prompts=len(body.prompt))
+            ),
+            self._built(),
+        )
+        values = body.n * (sum(k + 1 for k in asked) + body.echo + body.return_token_ids)
+        param = "prompt_logprobs" if body.prompt_logprobs is not None else "logprobs" if asked else "n"
+        check_values(sum(len(prompt.ids) for prompt in built), values, param)
+        given = body.max_tokens if "max_tokens" in body.model_fields_set else None
+        echoes: list[Echo | None] = [None] * len(built)
+        if body.echo:
+            echoes = await prompts.each(self._echo, [prompt.ids for prompt in built])
         jobs = []
-        for prompt in built:
-            given = body.max_tokens if "max_tokens" in body.model_fields_set else None
-            params = loaded.sampling.params(
-                body,
-                max_tokens=prompts.max_tokens(len(prompt.ids), given, param="prompt", default=body.max_tokens),
-                logprobs=body.logprobs,
-                prompt_logprobs=max(wanted, default=None),
-            )
-            caller = self._caller
-            jobs.append(Job(prompt.ids, params, body.n, body.priority, caller.tenant, caller.salt))
+        for prompt, echo in zip(built, echoes, strict=True):
+            max_tokens = prompts.max_tokens(len(prompt.ids), given, param="prompt", default=body.max_tokens)
+            jobs.append(Job(prompt.ids, params(max_tokens), body.n, body.priority, caller.tenant, caller.salt, echo))
         options = StreamOptions(
             stop=tuple(body.stop),
             include_stop=body.include_stop_str_in_output,
             skip_special_tokens=body.skip_special_tokens,
             min_tokens=body.min_tokens,
-            echo=body.echo,
             token_ids=body.return_token_ids,
         )
         self.generation.submit(jobs, options)
+
+    async def _built(self) -> list[Prompt]:
+        body, texts = self._body, self._body.prompt
+        if body.truncate_prompt_tokens is not None:
+            texts = [await self._truncated(prompt) for prompt in texts]
+        limit = self._service.admission.max_queued_tokens
+        return await self.generation.loaded.prompts.completion(
+            texts, add_special_tokens=body.add_special_tokens, limit=limit
+        )
+
+    def _echo(self, ids: list[int]) -> Echo:
+        scored = self._body.logprobs is not None
+        return make_echo(self.generation.loaded.tokenizer, ids, self._body.skip_special_tokens, scored)
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
         frames = Frames(self._fixed, null_usage=self._body.include_usage)
         running_usage = self._body.usage_in_every_chunk
         async for number, batch in self.generation.batches():
-            choices = [orjson.dumps(self._chunk(number, event)) for event in batch]
+            if sum(len(event.logprobs or ()) for event in batch) > THREAD_TOKENS:
+                choices = await asyncio.to_thread(self._chunks, number, batch)
+            else:
+                choices = self._chunks(number, batch)
             if running_usage:
                 usage = self.generation.usage()
                 yield b"".join(frames.with_usage(choice, usage) for choice in choices)
@@ -115,10 +133,13 @@ class CompletionAnswer:
         stream = self.generation.streams[number]
         if self._body.return_token_ids:
             choice |= {"token_ids": result.token_ids, "prompt_token_ids": stream.submit.prompt_ids}
-        if self._body.prompt_logprobs is not None and self._service.loaded is not None:
-            tokenizer, values = self._service.loaded.tokenizer, stream.prompt_values or []
+        if self._body.prompt_logprobs is not None:
+            tokenizer, values = self.generation.loaded.tokenizer, stream.prompt_values or []
             choice["prompt_logprobs"] = prompt_logprobs(tokenizer, stream.submit.prompt_ids, values)
         return choice
+
+    def _chunks(self, number: int, batch: list[TextEvent]) -> list[bytes]:
+        return [orjson.dumps(self._chunk(number, event)) for event in batch]
 
     def _chunk(self, number: int, event: TextEvent) -> dict[str, Any]:
         choice = self._shape(number, event.index, event.text, event.logprobs, event.finish_reason)
@@ -134,16 +155,17 @@ class CompletionAnswer:
     def _shape(
         self, number: int, index: int, text: str, entries: Sequence[TokenEntry] | None, finish: str | None
     ) -> dict[str, Any]:
+        by_id = self._body.return_tokens_as_token_ids
         return {
             "index": number * self._body.n + index,
             "text": text,
-            "logprobs": None if entries is None else completion_logprobs(entries),
+            "logprobs": None if entries is None else completion_logprobs(entries, by_id),
             "finish_reason": finish,
         }
 
     async def _truncated(self, prompt: str | list[int]) -> list[int]:
         """The last (or first) so many tokens of a prompt; -1: as many as leave room for max_tokens."""
-        body, prompts = self._body, self._service.require().prompts
+        body, prompts = self._body, self.generation.loaded.prompts
         room = prompts.limits.max_model_len - max(1, body.max_tokens)
         keep = max(1, room) if body.truncate_prompt_tokens in (None, -1) else body.truncate_prompt_tokens
         ids = prompt

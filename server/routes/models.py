@@ -13,7 +13,7 @@ router = APIRouter()
 
 
 def card(service: Service, name: str) -> dict[str, Any]:
-    """One entry. Aliases name the model they stand for."""
+    """One entry. Aliases name the model they stand for. Token ids from `vocab_size` on are refused in prompts."""
     loaded = service.loaded
     return {
         "id": name,
@@ -23,6 +23,7 @@ def card(service: Service, name: str) -> dict[str, Any]:
         "root": service.names[0],
         "parent": None,
         "max_model_len": loaded.ready.max_model_len if loaded is not None else None,
+        "vocab_size": min(loaded.ready.vocab_size, loaded.tokenizer.vocab_size) if loaded is not None else None,
     }
 
 

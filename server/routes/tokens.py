@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import orjson
 from fastapi import APIRouter, Request, Response
 
-from server.body import check_media_type, parse_json_object, read_body, threaded, validate
+from server.body import read_object, validate
 from server.protocol.tokens import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
 from server.routes.chat import conversation
 from server.service import Loaded, service_of
+from server.template import Chat
 
 router = APIRouter()
 
@@ -20,28 +22,37 @@ router = APIRouter()
 async def tokenize(http: Request) -> Response:
     """The tokens of a text, or of the prompt that a conversation becomes."""
     service = service_of(http)
-    check_media_type(http)
-    content = await threaded(parse_json_object, await read_body(http))
-    if content.get("messages") is not None:
-        chat = validate(TokenizeChatRequest, content)
-        service.check_model(chat.model)
-        loaded = service.require()
-        prompt = await loaded.prompts.chat(conversation(chat), add_special_tokens=chat.add_special_tokens)
-        return _vllm(loaded, prompt.ids, chat.return_token_strs)
-    body = validate(TokenizeRequest, content)
+    body, chat = await read_object(http, service, _parsed)
     service.check_model(body.model)
     loaded = service.require()
-    if body.prompt is not None:
-        ids = await loaded.prompts.encode(body.prompt, add_special_tokens=body.add_special_tokens)
-        return _vllm(loaded, ids, body.return_token_strs)
-    text = loaded.tokenizer.token_text
-    if body.content is not None:
-        ids = await loaded.prompts.encode(
-            body.content, add_special_tokens=body.add_special, allow_special=body.parse_special
-        )
-        return _json({"tokens": [{"id": id, "piece": text(id)} for id in ids] if body.with_pieces else ids})
-    ids = await loaded.prompts.encode(body.inputs or "", add_special_tokens=True)
-    return _json(_spans(loaded, ids))
+    with service.admission.slot():
+        shape = await _tokenized(loaded, body, chat)
+        return await loaded.prompts.threaded(lambda: _json(shape()))
+
+
+def _parsed(value: dict[str, Any]) -> tuple[TokenizeRequest | TokenizeChatRequest, Chat | None]:
+    if value.get("messages") is not None:
+        return conversation(TokenizeChatRequest, value)
+    return validate(TokenizeRequest, value), None
+
+
+async def _tokenized(
+    loaded: Loaded, body: TokenizeRequest | TokenizeChatRequest, chat: Chat | None
+) -> Callable[[], Any]:
+    """The answer, still to be made: every token's text in it takes its time."""
+    prompts, text = loaded.prompts, loaded.tokenizer.token_text
+    if chat is not None or isinstance(body, TokenizeChatRequest):
+        assert chat is not None
+        ids = (await prompts.chat(chat, add_special_tokens=body.add_special_tokens)).ids
+    elif body.prompt is not None:
+        ids = await prompts.encode(body.prompt, add_special_tokens=body.add_special_tokens)
+    elif body.content is not None:
+        ids = await prompts.encode(body.content, add_special_tokens=body.add_special, allow_special=body.parse_special)
+        return lambda: {"tokens": [{"id": id, "piece": text(id)} for id in ids] if body.with_pieces else ids}
+    else:
+        ids = await prompts.encode(body.inputs or "", add_special_tokens=True)
+        return lambda: _spans(loaded, ids)
+    return lambda: _vllm(loaded, ids, body.return_token_strs)
 
 
 @router.post("/v1/detokenize", include_in_schema=False)
@@ -49,18 +60,19 @@ async def tokenize(http: Request) -> Response:
 async def detokenize(http: Request) -> Response:
     """The text of tokens, as `prompt` and as `content`."""
     service = service_of(http)
-    check_media_type(http)
-    body = validate(DetokenizeRequest, await threaded(parse_json_object, await read_body(http)))
+    body = await read_object(http, service, lambda value: validate(DetokenizeRequest, value))
     service.check_model(body.model)
+    prompts = service.require().prompts
     param = "tokens" if body.tokens is not None else "ids"
     ids = body.tokens if body.tokens is not None else body.ids or []
-    text = await service.require().prompts.decode(ids, skip_special_tokens=body.skip_special_tokens, param=param)
+    with service.admission.slot():
+        text = await prompts.decode(ids, skip_special_tokens=body.skip_special_tokens, param=param)
     return _json({"prompt": text, "content": text})
 
 
-def _vllm(loaded: Loaded, ids: list[int], with_texts: bool) -> Response:
+def _vllm(loaded: Loaded, ids: list[int], with_texts: bool) -> dict[str, Any]:
     texts = [loaded.tokenizer.token_text(id) for id in ids] if with_texts else None
-    return _json({"count": len(ids), "max_model_len": loaded.ready.max_model_len, "tokens": ids, "token_strs": texts})
+    return {"count": len(ids), "max_model_len": loaded.ready.max_model_len, "tokens": ids, "token_strs": texts}
 
 
 def _spans(loaded: Loaded, ids: list[int]) -> list[dict[str, Any]]:

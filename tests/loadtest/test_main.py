@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import socket
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from loadtest import interference
 from loadtest.__main__ import main
 from tests.loadtest.scripted import Reply, completion_events, event, serving, stream_of
 
@@ -59,6 +61,27 @@ def test_closed_loop(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "TTFT: from when a request was due" in printed
 
 
+@pytest.mark.parametrize(
+    ("card", "flags", "low", "high"),
+    [
+        ({"vocab_size": 40}, [], 5, 38),
+        ({"meta": {"n_vocab": 40}}, [], 5, 38),
+        ({"vocab_size": 40}, ["--vocab-size", 80_000], 1000, 75_000),
+        ({"vocab_size": "many"}, [], 1000, 31_000),
+        ({}, [], 1000, 31_000),
+    ],
+)
+def test_prompts_are_of_the_served_vocabulary(
+    card: dict[str, Any], flags: list[object], low: int, high: int, tmp_path: Path
+) -> None:
+    """Unless the flag says another; where the server says none, of a common one."""
+    with serving(stream_of(["x"]), models={"data": [{"id": "m", **card}]}) as server:
+        bench(server.url, tmp_path, "--random-input-len", 500, *flags, prompts=1)
+    (body,) = server.bodies
+    assert low <= min(body["prompt"]) <= max(body["prompt"]) < high
+    assert max(body["prompt"]) > low + (high - low) / 2
+
+
 def test_open_loop_is_timed_from_the_schedule(tmp_path: Path) -> None:
     """The server takes 30 ms a request, one is allowed in flight, and all are due within 12 ms."""
 
@@ -74,6 +97,38 @@ def test_open_loop_is_timed_from_the_schedule(tmp_path: Path) -> None:
     assert [ttft >= 0.03 * (n + 1) - 0.013 for n, ttft in enumerate(ttfts)] == [True] * 6
     assert waits[5] >= 0.03 * 5 - 0.013
     assert result["mean_ttft_ms"] == pytest.approx(1000 * sum(ttfts) / 6)
+
+
+@pytest.mark.parametrize(("short", "status"), [((), 0), ((0,), 0), ((0, 1), 1)])
+def test_streams_beside_a_long_prompt(
+    short: tuple[int, ...],
+    status: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Two streams of which some end before the long prompt's first token; it takes half a second."""
+    monkeypatch.setattr(interference, "SETTLE_SECONDS", 0.5)
+    streams = itertools.count()
+
+    def answer(path: str, body: dict[str, Any]) -> Reply:
+        if len(body["prompt"]) == 50:
+            return Reply([(0.5, b""), *((0, piece) for piece in completion_events(["a"], 50, 1))])
+        pieces = completion_events(["a"] * (8 if next(streams) in short else 100), 8, 4)
+        return Reply([(0.02, piece) for piece in pieces])
+
+    with serving(answer) as server:
+        flags = ("--long-prompt-len", 50, "--max-concurrency", 2)
+        got, result = bench(server.url, tmp_path, *flags)
+    assert got == status
+    assert (result["completed"], result["interference_streams"]) == (3, 2)
+    assert result["interference_streams_measured"] == 2 - len(short)
+    assert result["interference_streams_ended"] == len(short)
+    assert (result["interference_warning"] is None) == (not short)
+    assert ("WARNING: " in capsys.readouterr().out) == bool(short)
+    assert result["interference_long_prompt_ttft_ms"] >= 500
+    if status == 0:
+        assert result["interference_worst_gap_ms"] >= 15, "a piece every 20 ms or more"
 
 
 def test_timing_of_a_scripted_stream(tmp_path: Path) -> None:

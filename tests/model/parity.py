@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,14 @@ import transformers
 
 from kvpool.pool import BlockTable, KVPool
 from kvpool.storage import KVStorage
+from model.attention.base import Attention
+from model.attention.cpu import CpuAttention
 from model.attention.reference import ReferenceAttention
 from model.batch import Batch, Row
 from model.config_reader import read_config
 from model.executor import Runner
+from model.kernels.build import load
+from model.kernels.loaded import Kernels
 from model.params import SamplingParams
 from model.precision import Precision
 from model.runner import load_model
@@ -64,17 +68,26 @@ def prompts(vocab: int, lengths: Items[int], seed: int = 0) -> list[list[int]]:
 
 
 def make_runner(
-    folder: Path, *, native: bool = True, precision: Precision = EXACT, num_blocks: int = 64, max_tokens: int = 512
+    folder: Path,
+    *,
+    native: bool = True,
+    compiled: bool = True,
+    precision: Precision = EXACT,
+    num_blocks: int = 64,
+    max_tokens: int = 512,
 ) -> Runner:
-    """A runner over a pool of its own."""
-    from dataclasses import replace
-
+    """A runner over a pool of its own. `compiled`: with the kernels for this processor, else in plain torch."""
     source = ModelSource("folder", folder, "tiny")
     config = read_config(source)
     if not native:
         config = replace(config, native=False)
+    attention: Attention = ReferenceAttention()
+    if compiled:
+        kernels = Kernels(load())
+        attention = CpuAttention(kernels)
+        precision = replace(precision, compute=torch.float32, kernels=kernels if native else None)
     with torch.inference_mode():
-        model = load_model(source, config, ReferenceAttention(), precision, CPU, config.max_position_embeddings)
+        model = load_model(source, config, attention, precision, CPU, config.max_position_embeddings)
     config = model.config
     storage = KVStorage(config.num_layers, num_blocks, config.num_kv_heads, 16, config.head_dim, precision.kv, CPU)
     # What memory happened to hold must not matter.

@@ -14,6 +14,7 @@ from kvpool.pool import KVPool
 from model.batch import Batch, Row
 from model.config import ModelConfig, RopeConfig
 from model.errors import ModelError
+from model.kernels.build import available
 from model.runner import LoadedModel, RunnerOptions, _longest, load_runner
 from tests.model.conftest import TINY
 from tests.model.parity import GREEDY, Driver, build, expected, prompts
@@ -50,7 +51,7 @@ def test_what_is_reported(folder: Path) -> None:
         "cpu",
         "float32",
         "float32",
-        "reference",
+        f"cpu-{available()[0]}",
     )
     assert loaded.max_model_len == config.max_position_embeddings == 512
     assert loaded.max_num_batched_tokens == 512
@@ -108,7 +109,7 @@ def test_a_derived_budget_holds_what_the_users_can_use(folder: Path) -> None:
     ("options", "message"),
     [
         ({"max_model_len": 513}, "--max-model-len 513: must be between 1 and the model's 512"),
-        ({"quantization": "awq"}, "--quantization awq: not supported"),
+        ({"quantization": "awq"}, "--quantization awq: must be int8"),
         ({"dtype": "int3"}, "--dtype int3: must be auto"),
     ],
 )

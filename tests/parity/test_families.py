@@ -1,7 +1,7 @@
 """The definition of correct: in float32 the engine's greedy tokens are those of transformers' `generate`.
 
 For a tiny model of every family, whatever the engine does on the way: requests alone or together, chunks of any size,
-preemption, prefix hits, forks; and the same through transformers' own modelling code.
+preemption, prefix hits, forks; with the compiled kernels, in plain torch, and through transformers' own modelling code.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from tests.parity.session import assert_parity
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-@pytest.mark.parametrize("native", [True, False], ids=["native", "transformers"])
-def test_every_family_equals_generate(family: str, native: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["kernels", "torch", "transformers"])
+def test_every_family_equals_generate(family: str, way: str, tmp_path: Path) -> None:
     build(family, tmp_path)
     asked = prompts(128, [5, 33, 50, 64, 79], seed=3)
     right = [tokens[len(prompt) :] for prompt, tokens in zip(asked, expected(tmp_path, asked), strict=True)]
     assert len({tuple(answer) for answer in right}) > 1
     assert len(right[0]) == NEW_TOKENS
-    assert_parity(make_runner(tmp_path, native=native), asked, right)
+    assert_parity(make_runner(tmp_path, native=way != "transformers", compiled=way != "torch"), asked, right)

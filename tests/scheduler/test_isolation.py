@@ -46,19 +46,21 @@ def test_row_whose_masks_leave_no_token_ends_and_its_siblings_too(world: type[Wo
     assert it.streams[2, 0] == it.expected(2, 0)
 
 
-def test_raising_row_fails_alone(world: type[World]) -> None:
+def test_raising_row_fails_alone(world: type[World], caplog: pytest.LogCaptureFixture) -> None:
+    """Its client learns that, and the log what the exception says."""
     it = world()
     for start in range(0, 700, 100):
         it.add(range(start, start + 9), max_tokens=6, n=2)
     it.step()
     it.runner.raises = lambda row: row.tokens[0] in (200, 500) and row.index == 1
     it.run()
-    message = "the engine could not compute this request: ValueError: row at 8"
     for (request, index), stream in it.streams.items():
         if request in (3, 6) and index == 1:
-            assert stream.error == message
+            assert stream.error == "the model failed on this request"
         else:
             assert stream == it.expected(request, index)
+    assert "Traceback" in caplog.text
+    assert "ValueError: row at 8" in caplog.text
 
 
 def test_raising_once_costs_nobody_anything(world: type[World]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from model.params import Logprob, SamplingParams
 from scheduler.messages import FinishReason, Submit
+from server.echo import make_echo
 from server.streams import RequestStream, SequenceResult, StreamOptions, TextEvent
 
 RUNNING, STOP, LENGTH = FinishReason.RUNNING, FinishReason.STOP, FinishReason.LENGTH
@@ -42,18 +43,21 @@ class Engine:
         logprobs: int | None = None,
         **options: Any,
     ) -> None:
-        prompt_logprobs = logprobs if options.get("echo") else None
+        echoed = options.pop("echo", False)
+        prompt_logprobs = logprobs if echoed else None
         params = SamplingParams(max_tokens=100, seed=1, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
         submit = Submit(id=7, prompt_ids=list(prompt), params=params, n=n, arrival=10.0)
         self.aborts: list[tuple[int, int | None]] = []
         self.now = 10.0
         self.scored = logprobs is not None
+        vocabulary, how = Pieces(pieces), StreamOptions(**options)
         self.stream = RequestStream(
             submit,
-            Pieces(pieces),
-            StreamOptions(**options),
+            vocabulary,
+            how,
             lambda id_, index: self.aborts.append((id_, index)),
             lambda: self.now,
+            make_echo(vocabulary, prompt, how.skip_special_tokens, self.scored) if echoed else None,
         )
 
     def step(self, token: int, finish: int = RUNNING, index: int = 0) -> None:

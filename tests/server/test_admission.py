@@ -42,6 +42,18 @@ def test_waiting_tokens() -> None:
     assert admission.sequences == 0
 
 
+def test_bytes_of_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server.admission.MAX_BODY_BYTES", 100)
+    admission = Admission(2, 3, 100, lambda: 0)
+    assert admission.hold_bytes(90) == 90
+    with pytest.raises(Overloaded):
+        admission.hold_bytes(11)
+    assert admission.rejected["max_body_bytes"] == 1
+    admission.hold_bytes(10)
+    admission.free_bytes(90)
+    assert admission.body_bytes == 10
+
+
 @given(st.lists(st.one_of(st.integers(1, 6), st.none())), st.integers(1, 4), st.integers(0, 8))
 def test_never_above_the_limit(operations: list[int | None], running: int, queued: int) -> None:
     """An integer asks for so many slots, None gives the oldest back."""

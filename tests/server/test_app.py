@@ -70,6 +70,76 @@ def test_bodies_are_bounded(server: Running, monkeypatch: pytest.MonkeyPatch) ->
     assert server.complete().status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"origin": "http://{host}"}, 200),
+        ({"origin": "http://{host}", "sec-fetch-site": "same-origin"}, 200),
+        ({"origin": "http://evil.example"}, 415),
+        ({"origin": "null"}, 415),
+        ({"sec-fetch-site": "cross-site"}, 415),
+        ({"sec-fetch-site": "same-site", "origin": "http://{host}"}, 415),
+        ({"content-type": "text/plain"}, 415),
+        ({"content-type": ""}, 415),
+        ({"content-type": "application/json", "origin": "http://evil.example"}, 200),
+    ],
+)
+def test_a_web_page_of_another_origin_has_to_name_the_type(
+    server: Running, headers: dict[str, str], status: int
+) -> None:
+    """Its browser then asks the server first. Programs that send neither a type nor an origin are served."""
+    host = f"127.0.0.1:{server.port}"
+    sent = {name: value.format(host=host) for name, value in headers.items()}
+    for path, body in ((COMPLETIONS, b'{"prompt": "x", "max_tokens": 1}'), ("/tokenize", b'{"prompt": "x"}')):
+        assert server.client.post(path, content=body, headers=sent).status_code == status
+
+
+def beginning(path: str, body: bytes, length: int) -> bytes:
+    """A request that ends within its body."""
+    return f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n".encode() + body
+
+
+PATHS = [COMPLETIONS, CHAT, "/tokenize", "/detokenize"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_nothing_of_a_body_is_read_in_vain(smol: Tokenizer, path: str) -> None:
+    """Where the server is full or leaving, it says so before the body has come."""
+    with running(smol, max_num_seqs=1, max_queued_requests=0) as server:
+
+        def answered(status: int) -> bool:
+            with socket.create_connection(("127.0.0.1", server.port), timeout=5) as sock:
+                sock.sendall(beginning(path, b"{", 100))
+                return sock.recv(100).startswith(b"HTTP/1.1 %d" % status)
+
+        server.call(lambda: server.service.admission.reserve(1))
+        assert answered(429)
+        server.call(lambda: server.service.admission.release(1))
+        server.service.draining = True
+        assert answered(503)
+
+
+def test_bodies_in_flight_are_bounded(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server.admission.MAX_BODY_BYTES", 1000)
+    server.engine.interval = 0.05
+    admission = server.service.admission
+    body = {"prompt": "x", "max_tokens": 900, "ignore_eos": True, "stream": True, "user": "u" * 600}
+    with server.client.stream("POST", COMPLETIONS, json=body) as stream:
+        lines = stream.iter_lines()
+        assert next(lines)
+        assert 600 < admission.body_bytes < 800  # until the request has ended, not only until the body is read
+        with socket.create_connection(("127.0.0.1", server.port), timeout=5) as sock:
+            sock.sendall(beginning(COMPLETIONS, b"{" * 100, 600))
+            server.wait(lambda: admission.body_bytes > 700)
+            refused = server.complete(user="u" * 250)
+            assert refused.status_code == 429
+            assert int(refused.headers["retry-after"]) >= 1
+            assert server.metric("octavo_rejected_total", reason="max_body_bytes") == 1
+            assert server.complete().status_code == 200
+    server.wait(lambda: admission.body_bytes == 0)
+
+
 def test_a_body_that_trickles_in(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("server.body.READ_SECONDS", 0.2)
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n"

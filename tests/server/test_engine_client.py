@@ -12,6 +12,7 @@ from model.params import SamplingParams
 from model.tokenizer import Tokenizer
 from scheduler.messages import Abort, EngineConfig, FinishReason, Started, StepOutput, Submit
 from scheduler.wire import frame
+from server.detokenizer import Vocabulary
 from server.engine_client import EngineClient, EngineFailed
 from server.errors import EngineError, Unavailable
 from server.streams import RequestStream, StreamOptions
@@ -43,7 +44,7 @@ def with_engine(test: Test) -> None:
     asyncio.run(connected())
 
 
-def opener(client: EngineClient, tokenizer: Tokenizer, **params: Any) -> Callable[[int], RequestStream]:
+def opener(client: EngineClient, tokenizer: Vocabulary, **params: Any) -> Callable[[int], RequestStream]:
     def make(id: int) -> RequestStream:
         sampling = SamplingParams(**{"max_tokens": 4, "seed": 1, **params})
         return RequestStream(Submit(id=id, prompt_ids=[5], params=sampling), tokenizer, StreamOptions(), client.abort)
@@ -131,6 +132,39 @@ def test_death_fails_everybody(smol: Tokenizer) -> None:
             client.open(opener(client, smol))
 
     with_engine(test)
+
+
+class Broken:
+    """A vocabulary that fails on every token."""
+
+    strips_leading_space = False
+    eos_ids: frozenset[int] = frozenset()
+
+    def token_bytes(self, token_id: int) -> bytes:
+        raise IndexError("private")
+
+    def is_special(self, token_id: int) -> bool:
+        return False
+
+
+def test_a_stream_that_cannot_take_its_tokens_fails_alone(smol: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
+    async def test(client: EngineClient, engine: FakeEngine) -> None:
+        engine.paused.set()
+        before, broken, behind = (client.open(opener(client, text)) for text in (smol, Broken(), smol))
+        engine.paused.clear()
+        for stream in (before, behind):
+            assert len((await stream.collect())[0].token_ids) == 4
+        with pytest.raises(EngineError) as caught:
+            await broken.collect()
+        assert caught.value.code == "internal_error"
+        assert "private" not in caught.value.message
+        await asyncio.to_thread(engine.wait_for, lambda engine: engine.aborts() == [Abort(broken.submit.id)])
+        assert client.serving
+        assert client.live == {}
+
+    with_engine(test)
+    (record,) = caplog.records
+    assert record.exc_info is not None
 
 
 @pytest.mark.parametrize("garbage", [b"\xff" * 64, b"\x00\x00\x00\x02\xff\xff", bytes(frame(READY))[:9]])

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Iterator
+import threading
+from collections.abc import AsyncGenerator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from typing import Any
 
 import httpx
 import pytest
 
 from model.tokenizer import Tokenizer
-from tests.server.running import CHAT, COMPLETIONS, Running, events, running
+from server.streams import RequestStream, TextEvent
+from tests.server.running import CHAT, COMPLETIONS, Running, running
+from tests.server.running import events as sent
 
 LONG = {"max_tokens": 900, "ignore_eos": True}
 BODIES: dict[str, dict[str, Any]] = {
@@ -111,7 +114,7 @@ def test_many_at_once_each_get_their_own(server: Running) -> None:
                 whole = client.post(COMPLETIONS, json=fields).json()
                 return whole["choices"][0]["text"], whole["usage"]["completion_tokens"]
             options = {"stream": True, "stream_options": {"include_usage": True}}
-            *chunks, last, _ = events(client.post(COMPLETIONS, json=fields | options).text)
+            *chunks, last, _ = sent(client.post(COMPLETIONS, json=fields | options).text)
             text = "".join(chunk["choices"][0]["text"] for chunk in chunks)
             return text, last["usage"]["completion_tokens"]
 
@@ -159,6 +162,56 @@ def test_too_many_waiting_tokens_are_429(smol: Tokenizer) -> None:
         server.wait(lambda: server.complete(prompt=[5] * 11).status_code == 200)
 
 
+def test_a_list_of_prompts_is_no_way_around_that(smol: Tokenizer) -> None:
+    with running(smol, max_queued_tokens=100) as server:
+        error = server.complete(prompt=[[5] * 60, [5] * 60]).json()["error"]
+        assert error["param"] == "prompt"
+        assert "100 tokens" in error["message"]
+        assert server.complete(prompt=[[5] * 60, [5] * 40]).status_code == 200
+        assert server.complete(prompt=[5] * 900).status_code == 200
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_an_admitted_request_is_served_though_the_server_drains(
+    server: Running, smol: Tokenizer, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    encode = smol.encode
+
+    def slow(*given: Any, **options: Any) -> list[int]:
+        begun.set()
+        assert go_on.wait(5)
+        return encode(*given, **options)
+
+    monkeypatch.setattr(smol, "encode", slow)
+    with ThreadPoolExecutor(1) as pool:
+        admitted = pool.submit(server.post, path, BODIES[path] | {"max_tokens": 2})
+        assert begun.wait(5)
+        monkeypatch.setattr(server.service, "draining", True)
+        assert server.post(path, BODIES[path]).status_code == 503
+        go_on.set()
+        assert admitted.result(5).status_code == 200
+
+
+def test_whatever_one_stream_of_several_fails_with_ends_the_answer(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events = RequestStream.events
+
+    async def broken(stream: RequestStream) -> AsyncGenerator[list[TextEvent], None]:
+        async with aclosing(events(stream)) as batches:
+            async for batch in batches:
+                if stream.submit.prompt_ids == [6]:
+                    raise ValueError("private")
+                yield batch
+
+    monkeypatch.setattr(RequestStream, "events", broken)
+    with httpx.Client(base_url=server.url, timeout=5) as client:
+        body = {"prompt": [[5], [6]], **LONG, "stream": True}
+        *_, error, done = sent(client.post(COMPLETIONS, json=body).text)
+    assert (error["error"]["code"], done) == ("internal_error", "[DONE]")
+
+
 def test_the_time_limit_of_a_request(smol: Tokenizer) -> None:
     with running(smol, request_timeout=0.3) as server:
         server.engine.interval = 0.02
@@ -170,7 +223,7 @@ def test_the_time_limit_of_a_request(smol: Tokenizer) -> None:
         assert chunks[-2]["error"]["code"] == "timeout"
         assert chunks[-1] == "[DONE]"
         server.engine.wait_for(lambda engine: len(engine.aborts()) == 2 and not engine.sequences)
-        assert server.metric("vllm:request_success_total", finished_reason="error") == 2
+        server.wait(lambda: server.metric("vllm:request_success_total", finished_reason="error") == 2)
         assert server.complete().status_code == 200
 
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from model.tokenizer import Tokenizer
 from server.errors import CapacityExceeded, ContextTooLong, InvalidRequest, RequestError, TemplateError
 from server.forgery import SpecialTokens, unused
 from server.prompts import Prompt, PromptBuilder, PromptLimits
-from server.template import Chat
+from server.template import Chat, ChatTemplate
 
 LIMITS = PromptLimits(max_model_len=2048, vocab_size=49152, num_blocks=100, block_size=16)
 SMALL = PromptLimits(max_model_len=256, vocab_size=49152, num_blocks=10, block_size=16)
@@ -240,21 +240,66 @@ def test_a_prompt_beyond_the_context(small: PromptBuilder) -> None:
     assert refused(lambda: complete(small, [5] * 257), ContextTooLong).numbers["prompt_tokens"] == 257
 
 
-def test_far_too_much_text_is_refused_before_any_work(smol: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    builder = PromptBuilder(smol, LIMITS)
-    builder.close()  # no thread will take any work
+TEXT = "lorem ipsum " * 87_000
 
-    text = "lorem ipsum " * 870_000
-    for work in (
-        lambda: chat(builder, text),
-        lambda: chat(builder, "x", text),
-        lambda: complete(builder, text),
-        lambda: asyncio.run(builder.chat(Chat([{"role": "user", "content": [{"type": "text", "text": text}]}]))),
-    ):
-        error = refused(work, ContextTooLong)
-        assert error.code == "context_length_exceeded"
-        assert "at least" in error.message
-    assert refused(lambda: asyncio.run(builder.encode(text, add_special_tokens=False))).param == "prompt"
+
+@pytest.mark.parametrize(
+    ("message", "kwargs", "param"),
+    [
+        ({"content": TEXT}, {}, "messages"),
+        ({"content": [{"type": "text", "text": TEXT}]}, {}, "messages"),
+        ({"content": "x", "name": TEXT}, {}, "messages"),
+        ({"content": "x", TEXT: "x"}, {}, "messages"),
+        ({"tool_calls": [{"function": {"name": "f", "arguments": TEXT}}]}, {}, "messages"),
+        ({"content": "x"}, {"extra": [{"a": TEXT}]}, "chat_template_kwargs"),
+    ],
+)
+def test_a_chat_with_far_too_much_text_is_refused_before_any_work(
+    builder: PromptBuilder, monkeypatch: pytest.MonkeyPatch, message: Any, kwargs: Any, param: str
+) -> None:
+    """Whatever holds the text: neither is it searched for special tokens nor rendered."""
+    monkeypatch.setattr(SpecialTokens, "guarded", None)
+    monkeypatch.setattr(ChatTemplate, "render", None)
+    chat = Chat([{"role": "user", "content": "y"}, {"role": "user", **message}], kwargs=kwargs)
+    error = refused(lambda: asyncio.run(builder.chat(chat)), ContextTooLong)
+    assert (error.code, error.param) == ("context_length_exceeded", param)
+    assert "at least" in error.message
+
+
+def test_far_too_much_text_is_refused_before_it_is_encoded(
+    builder: PromptBuilder, smol: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(smol, "encode", None)
+    assert "at least" in refused(lambda: complete(builder, TEXT), ContextTooLong).message
+    assert refused(lambda: complete(builder, [5] * 10**6), ContextTooLong).numbers["prompt_tokens"] == 10**6
+    assert refused(lambda: asyncio.run(builder.encode(TEXT * 2, add_special_tokens=False))).param == "prompt"
+
+
+def test_a_list_of_texts_is_several_jobs(smol: Tokenizer) -> None:
+    """With one thread and a list that takes long, another client's text waits for one job, not for the list."""
+    builder = PromptBuilder(smol, PromptLimits(20_000, 49152, 2000, 16), threads=1)
+
+    async def order() -> list[str]:
+        ended: list[str] = []
+
+        async def note(name: str, work: Awaitable[Any]) -> None:
+            await work
+            ended.append(name)
+
+        texts = ["word " * 14_000] * 4
+        await asyncio.gather(note("list", builder.completion(texts)), note("short", builder.completion(["x"] * 100)))
+        return ended
+
+    assert asyncio.run(order()) == ["short", "list"]
+    builder.close()
+
+
+def test_several_prompts_have_a_limit_together(builder: PromptBuilder, smol: Tokenizer) -> None:
+    assert complete(builder, [5] * 50, "a", limit=51)
+    assert complete(builder, [5] * 52, limit=51)
+    error = refused(lambda: complete(builder, [5] * 50, "a b", limit=51))
+    assert error.param == "prompt"
+    assert "51 tokens" in error.message
 
 
 def test_the_bound_refuses_nothing_that_fits(small: PromptBuilder, smol: Tokenizer) -> None:

@@ -62,7 +62,7 @@ def test_where_a_bad_value_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     file = tmp_path / "octavo.json"
     for content, words in (
         (json.dumps({"port": -1}), "octavo.json: port: "),
-        (json.dumps({"quantization": "int8"}), "unknown setting 'quantization'"),
+        (json.dumps({"quantisation": "int8"}), "unknown setting 'quantisation'"),
         ("[]", "mapping"),
         ("{", "octavo.json"),
     ):

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from model.params import Logprob, SamplingParams
 from model.tokenizer import Tokenizer
 from scheduler.messages import FinishReason, Started, Submit
+from server.echo import make_echo
 from server.errors import EngineError, Unavailable
 from server.streams import RequestStream, SequenceResult, StreamOptions
 from tests.server.played import END, LENGTH, RUNNING, STOP, Engine, collect, play, sum_up, texts
@@ -119,6 +120,15 @@ def test_an_end_of_sequence_token_is_no_reason() -> None:
     events = asyncio.run(engine.play([1, END], STOP))
     assert (sum_up(events).text, events[-1].finish_reason, events[-1].stop_reason) == ("a", "stop", None)
     assert engine.stream.usage.completion_tokens == 2
+
+
+def test_an_end_without_a_token_has_no_reason() -> None:
+    """The request's masks left nothing to draw: the last token did not end it."""
+    engine = Engine(["a", "b"])
+    engine.step(1)
+    engine.step(-1, STOP)
+    (result,) = asyncio.run(engine.stream.collect())
+    assert (result.text, result.token_ids, result.finish_reason, result.stop_reason) == ("a", (1,), "stop", None)
 
 
 def test_special_tokens_are_left_out_unless_asked_for() -> None:
@@ -346,7 +356,8 @@ def test_a_chat_s_text_begins_without_sentencepiece_s_space(llama: Tokenizer) ->
     async def text(new_text: bool, echo: bool = False) -> str:
         params = SamplingParams(max_tokens=9, seed=1)
         submit = Submit(id=1, prompt_ids=[1, *ids], params=params)
-        stream = RequestStream(submit, llama, StreamOptions(new_text=new_text, echo=echo), lambda *_: None)
+        prompt = make_echo(llama, submit.prompt_ids, True, False) if echo else None
+        stream = RequestStream(submit, llama, StreamOptions(new_text=new_text), lambda *_: None, echo=prompt)
         for token in ids:
             stream.feed(0, token, RUNNING)
         stream.feed(0, 2, STOP)

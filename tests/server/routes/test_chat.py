@@ -59,6 +59,23 @@ def test_logprobs_in_a_stream(server: Running) -> None:
     assert len(entries) == 6
 
 
+def test_logprobs_name_tokens_by_id_where_asked_to(server: Running) -> None:
+    fields = {"max_tokens": 4, "logprobs": True, "top_logprobs": 2, "return_tokens_as_token_ids": True}
+    names = [f"token_id:{id}" for id in server.engine.reply[:4]]
+    whole = server.chat(**fields).json()["choices"][0]["logprobs"]["content"]
+    chunks = deltas(server.stream(CHAT, messages=HI, **fields))
+    streamed = [entry for part in chunks if part["logprobs"] for entry in part["logprobs"]["content"]]
+    assert [entry["token"] for entry in whole] == [entry["token"] for entry in streamed] == names
+    assert [top["token"] for top in whole[0]["top_logprobs"]] == [names[0], f"token_id:{server.engine.reply[0] + 1}"]
+
+
+def test_prompt_logprobs_are_bounded(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(server.chat(prompt_logprobs=2).json()["prompt_logprobs"]) > 4
+    monkeypatch.setattr("server.prompts.MAX_PROMPT_VALUES", 12)
+    error = server.chat(prompt_logprobs=2).json()["error"]
+    assert (error["param"], "12 in one answer" in error["message"]) == ("prompt_logprobs", True)
+
+
 def test_the_template_makes_the_prompt(server: Running, smol: Tokenizer) -> None:
     server.chat(messages=[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}])
     prompt = smol.decode(server.engine.submits()[-1].prompt_ids, skip_special=False)

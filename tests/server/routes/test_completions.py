@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -151,6 +152,15 @@ def test_token_ids_come_back(server: Running, smol: Tokenizer) -> None:
     assert [id for part in streamed for id in part["token_ids"]] == choice["token_ids"]
 
 
+def test_logprobs_name_tokens_by_id_where_asked_to(server: Running) -> None:
+    fields = {"prompt": "Once", "max_tokens": 4, "logprobs": 2, "return_tokens_as_token_ids": True}
+    names = [f"token_id:{id}" for id in server.engine.reply[:4]]
+    whole = server.complete(**fields).json()["choices"][0]["logprobs"]
+    streamed = [part["logprobs"] for part in parts(server.stream(COMPLETIONS, **fields)) if part["logprobs"]]
+    assert whole["tokens"] == [name for logprobs in streamed for name in logprobs["tokens"]] == names
+    assert list(whole["top_logprobs"][0]) == [names[0], f"token_id:{server.engine.reply[0] + 1}"]
+
+
 def test_prompt_logprobs(server: Running) -> None:
     choice = server.complete(prompt=[5, 6, 7], prompt_logprobs=1).json()["choices"][0]
     first, *rest = choice["prompt_logprobs"]
@@ -195,6 +205,77 @@ def test_every_sampling_field_reaches_the_engine(server: Running, smol: Tokenize
     words = {tuple(smol.encode(word, add_special_tokens=False)) for word in ("cat", " cat")}
     assert set(params.bad_words) == words
     assert (params.seed, params.logprobs, submit.priority, submit.n) == (11, 3, -4, 2)
+
+
+def test_masks_are_made_once_a_request_in_a_thread(
+    server: Running, smol: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded: list[tuple[str, str]] = []
+    encode = smol.encode
+
+    def noting(text: str, **options: Any) -> list[int]:
+        encoded.append((text, threading.current_thread().name[:11]))
+        return encode(text, **options)
+
+    monkeypatch.setattr(smol, "encode", noting)
+    reply = server.complete(prompt=[[5], [6], [7]], bad_words=["cat"], allowed_token_ids=[1000, 1001])
+    assert reply.status_code == 200
+    assert encoded == [("cat", "octavo-text"), (" cat", "octavo-text")]
+    params = [submit.params for submit in server.engine.submits()]
+    assert len({(p.bad_words, p.allowed_token_ids, p.max_tokens) for p in params}) == 1
+    assert len({p.seed for p in params}) == 3
+
+
+def test_masks_times_prompts_are_bounded(server: Running) -> None:
+    fields = {"allowed_token_ids": list(range(40_000))}
+    error = server.complete(prompt=[[5]] * 27, **fields).json()["error"]
+    assert (error["param"], "1048576" in error["message"]) == ("prompt", True)
+    assert server.complete(prompt=[[5]] * 2, **fields).status_code == 200
+
+
+PROMPT = [5] * 1000
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt_logprobs": 20, "n": 50}, "prompt_logprobs"),
+        ({"prompt_logprobs": 20, "prompt": [PROMPT] * 50}, "prompt_logprobs"),
+        ({"logprobs": 20, "echo": True, "n": 50}, "logprobs"),
+        ({"logprobs": 9, "echo": True, "stream": True, "n": 105}, "logprobs"),
+        ({"return_token_ids": True, "n": 11, "prompt": [PROMPT] * 93, "echo": True}, "n"),
+    ],
+)
+def test_what_an_answer_says_of_its_prompts_is_bounded(server: Running, fields: dict[str, Any], param: str) -> None:
+    reply = server.complete(**{"prompt": PROMPT, **fields})
+    assert reply.status_code == 400
+    error = reply.json()["error"]
+    assert (error["param"], "1048576" in error["message"]) == (param, True)
+    assert server.engine.submits() == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_echo_is_made_off_the_event_loop(
+    server: Running, smol: Tokenizer, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    loop = server.call(threading.get_ident)
+    spelled: list[bool] = []
+    token_bytes = smol.token_bytes
+
+    def noting(token: int) -> bytes:
+        if token == 5:
+            spelled.append(threading.get_ident() == loop)
+        return token_bytes(token)
+
+    monkeypatch.setattr(smol, "token_bytes", noting)
+    fields = {"prompt": PROMPT, "echo": True, "logprobs": 1, "max_tokens": 2}
+    told = parts(server.stream(COMPLETIONS, **fields)) if stream else server.complete(**fields).json()["choices"]
+    names = [name for part in told for name in part["logprobs"]["tokens"]]
+    values = [value for part in told for value in part["logprobs"]["token_logprobs"]]
+    assert "".join(names) == "".join(part["text"] for part in told) == smol.decode([*PROMPT, *server.engine.reply[:2]])
+    assert values == [None, *[-0.5] * 1001]
+    assert spelled
+    assert not any(spelled)
 
 
 NULLS = dict.fromkeys(

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import pkgutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
@@ -13,6 +16,9 @@ def test_models(server: Running) -> None:
     body = server.client.get("/v1/models").json()
     assert [card["id"] for card in body["data"]] == [MODEL, "alias"]
     assert body["data"][0]["max_model_len"] == 1024
+    size = body["data"][0]["vocab_size"]
+    assert server.complete(prompt=[size - 1]).status_code == 200
+    assert f"(0 to {size - 1})" in server.complete(prompt=[size]).json()["error"]["message"]
     assert server.client.get(f"/v1/models/{MODEL}").json() == body["data"][0]
     assert server.client.get("/v1/models/").json() == body
     error = server.client.get("/v1/models/nope").json()["error"]
@@ -57,6 +63,40 @@ def test_detokenize(server: Running, smol: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize(
+    ("path", "body", "work"),
+    [
+        ("/tokenize", {"inputs": "abc"}, "model.tokenizer.Tokenizer.token_text"),
+        ("/tokenize", {"prompt": "abc"}, "model.tokenizer.Tokenizer.encode"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "x"}]}, "server.template.ChatTemplate.render"),
+        ("/detokenize", {"tokens": [5, 6]}, "server.prompts.decode"),
+    ],
+)
+def test_work_on_texts_has_a_slot_and_a_thread(
+    server: Running, monkeypatch: pytest.MonkeyPatch, path: str, body: Any, work: str
+) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    threads: set[str] = set()
+    room, _, name = work.rpartition(".")
+    original = getattr(pkgutil.resolve_name(room), name)
+
+    def slow(*given: Any, **options: Any) -> Any:
+        threads.add(threading.current_thread().name[:11])
+        begun.set()
+        assert go_on.wait(5)
+        return original(*given, **options)
+
+    monkeypatch.setattr(work, slow)
+    with ThreadPoolExecutor(1) as pool:
+        reply = pool.submit(server.post, path, body)
+        assert begun.wait(5)
+        assert threads == {"octavo-text"}
+        assert (server.service.admission.sequences, server.service.admission.requests) == (1, 1)
+        assert server.client.get("/health").status_code == 200
+        go_on.set()
+        assert reply.result(5).status_code == 200
+
+
+@pytest.mark.parametrize(
     ("path", "body", "param"),
     [
         ("/tokenize", {}, None),
@@ -67,6 +107,8 @@ def test_detokenize(server: Running, smol: Tokenizer) -> None:
         ("/detokenize", {"tokens": [-1]}, "tokens.0"),
         ("/detokenize", {"tokens": [10**6]}, "tokens"),
         ("/detokenize", {"tokens": ["a"]}, "tokens.0"),
+        ("/detokenize", {"ids": [5] * 1_000_001}, "ids"),
+        ("/tokenize", {"inputs": "x" * (2**20 + 1)}, "prompt"),
     ],
 )
 def test_faults(server: Running, path: str, body: Any, param: str | None) -> None:

@@ -1,0 +1,80 @@
+"""All layers of a decoder in one call of the kernels, where they can do them: one parallel region a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpool.storage import KVStorage
+from model.config import ModelConfig
+from model.inputs import StepInputs
+from model.layer import Layer
+from model.layers import RMSNorm
+from model.linear import KernelLinear
+from model.precision import Precision
+
+
+class FusedLayers:
+    """What `Decoder.forward` does between the embedding and the last norm, in float32."""
+
+    __slots__ = ("_decoder",)
+
+    def __init__(self, config: ModelConfig, layers: list[Layer], precision: Precision) -> None:
+        assert precision.kernels is not None
+        self._decoder: Any = precision.kernels.classes.Decoder(
+            config.hidden_size,
+            config.intermediate_size,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            config.norm_eps,
+            config.attention_scale,
+            config.attention_softcap or 0.0,
+            config.residual_multiplier,
+            config.activation,
+        )
+        for layer in layers:
+            matrices = [_matrix(linear) for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+            norms = (
+                layer.before_attention,
+                layer.after_attention,
+                layer.before_mlp,
+                layer.after_mlp,
+                layer.qk_norm,
+                layer.q_norm,
+                layer.k_norm,
+            )
+            rope = -1 if layer.rope is None else layer.rope
+            self._decoder.add_layer(*matrices, [_weight(norm) for norm in norms], layer.window or 0, rope)
+
+    @staticmethod
+    def of(config: ModelConfig, layers: list[Layer], precision: Precision) -> FusedLayers | None:
+        """None where there are no kernels, or the model's heads do not fit them."""
+        if precision.kernels is None:
+            return None
+        fits = precision.kernels.ops.attends(config.num_heads, config.num_kv_heads, config.head_dim)
+        return FusedLayers(config, layers, precision) if fits else None
+
+    def __call__(self, x: Tensor, cos_sin: list[tuple[Tensor, Tensor]], inputs: StepInputs, storage: KVStorage) -> None:
+        """x [tokens, hidden] float32 becomes the residual stream after the last layer."""
+        tables = [part.flatten(1) for pair in cos_sin for part in pair]
+        self._decoder.forward(
+            x, storage.data, tables, inputs.blocks, inputs.offsets, *inputs.plan("rows", lambda: rows(inputs))
+        )
+
+
+def rows(inputs: StepInputs) -> tuple[Tensor, ...]:
+    """The host arrays of a step, as the kernels take them."""
+    arrays = (inputs.row_starts, inputs.starts, inputs.counts, inputs.tables)
+    return tuple(torch.from_numpy(array) for array in arrays)
+
+
+def _matrix(linear: object) -> Any:
+    assert isinstance(linear, KernelLinear)
+    return linear.matrix
+
+
+def _weight(norm: RMSNorm | None) -> Tensor | None:
+    return None if norm is None else norm.weight

@@ -1,0 +1,352 @@
+// Causal attention over the paged pool: one pass over the keys with a running softmax, float32 throughout.
+//
+// Work is cut into items (row, key head, queries, span of keys). An item reads its keys in tiles of KEYS:
+//
+//   few lanes (decode)      scores [lane][key]: dot products along the head, four keys at a time
+//   many lanes (a chunk)    scores [key][lane]: two small matrix products; a key is broadcast, lanes fill the vectors,
+//                           so that the softmax over keys needs no step across lanes
+//
+// A lane is one query of one of the heads that share the key head. Where an item has not all of its row's keys it
+// leaves (largest score, sum, weighted values) in a part, and `merge` puts the parts together in the keys' order.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "program.h"
+#include "simd.h"
+
+namespace OCTAVO_ISA {
+
+using octavo::Attended;
+using octavo::Item;
+using octavo::Kind;
+using octavo::Merge;
+using octavo::Rows;
+
+constexpr int KEYS = 64;    // keys of a tile
+constexpr int LANES = 48;   // most lanes of an item
+constexpr int FEW = 4;      // up to so many lanes are computed one by one
+constexpr int DIM = 256;    // largest head
+constexpr int AHEAD = 2;    // blocks: how early memory is asked for what decode will read
+
+// Everything an item needs besides: one of these per thread.
+struct Scratch {
+  alignas(64) float query[DIM * LANES];   // few: [lane][dim]; many: [dim][lane]
+  alignas(64) float key[KEYS * DIM];
+  alignas(64) float value[KEYS * DIM];
+  alignas(64) float scores[KEYS * LANES];
+  alignas(64) float out[LANES * DIM];     // [lane][dim]
+  alignas(64) float high[LANES], total[LANES];
+};
+
+// C [m, n] (+)= A B with B [k, n] and n a multiple of W; A(m, k) lies at a[m * am + k * ak].
+template <int M, int N>
+inline void product_tile(const float* a, int64_t am, int64_t ak, const float* b, int64_t bn, float* c, int64_t cn,
+                         int64_t depth, bool add) {
+  vf total[M][N];
+#pragma GCC unroll 12
+  for (int m = 0; m < M; m++)
+    for (int n = 0; n < N; n++) total[m][n] = add ? load<vf>(c + m * cn + n * W) : vf{};
+  for (int64_t k = 0; k < depth; k++) {
+    vf right[N];
+#pragma GCC unroll 4
+    for (int n = 0; n < N; n++) right[n] = load<vf>(b + k * bn + n * W);
+#pragma GCC unroll 12
+    for (int m = 0; m < M; m++) {
+      vf left = splat(a[m * am + k * ak]);
+#pragma GCC unroll 4
+      for (int n = 0; n < N; n++) total[m][n] += left * right[n];
+    }
+  }
+#pragma GCC unroll 12
+  for (int m = 0; m < M; m++)
+    for (int n = 0; n < N; n++) store(c + m * cn + n * W, total[m][n]);
+}
+
+template <int N, int M>
+inline void product_rows(const float* a, int64_t am, int64_t ak, const float* b, int64_t bn, float* c, int64_t cn,
+                         int64_t rows, int64_t depth, bool add) {
+  if constexpr (M > 0) {
+    for (; rows >= M; rows -= M, a += M * am, c += M * cn) product_tile<M, N>(a, am, ak, b, bn, c, cn, depth, add);
+    if (rows) product_rows<N, M / 2>(a, am, ak, b, bn, c, cn, rows, depth, add);
+  }
+}
+
+inline void product(const float* a, int64_t am, int64_t ak, const float* b, int64_t bn, float* c, int64_t cn,
+                    int64_t rows, int64_t columns, int64_t depth, bool add) {
+  int64_t n = 0;
+  for (; n + 2 * W <= columns; n += 2 * W)
+    product_rows<2, ROWS>(a, am, ak, b + n, bn, c + n, cn, rows, depth, add);
+  for (; n < columns; n += W) product_rows<1, ROWS>(a, am, ak, b + n, bn, c + n, cn, rows, depth, add);
+}
+
+// Where key `position` of the item lies, as an offset in elements into the keys or values of the layer.
+inline int64_t place(const Attended& t, const int64_t* table, int64_t head, int64_t position) {
+  const int64_t block = table[position / t.block_size];
+  return ((block * t.kv_heads + head) * t.block_size + position % t.block_size) * t.dim;
+}
+
+template <class Stored>
+inline void widen_tile(const Attended& t, const void* from, const int64_t* table, int64_t head, int64_t begin,
+                       int64_t count, float* to) {
+  for (int64_t done = 0; done < count;) {
+    const int64_t run = std::min(count - done, t.block_size - (begin + done) % t.block_size);
+    const Stored* block = (const Stored*)from + place(t, table, head, begin + done);
+    for (int64_t i = 0; i < run * t.dim; i += W) store(to + done * t.dim + i, widen(block + i));
+    done += run;
+  }
+}
+
+// scores [lane][key] of M lanes over `run` keys that lie one after the other. Blocks lie anywhere in the pool, so the
+// processor cannot guess what comes next: `ahead` is where a later block is, fetched in step with this one.
+template <class Stored, int M>
+inline void dots(const Stored* keys, const char* ahead, int64_t run, const float* query, int64_t dim, float* scores) {
+  int64_t key = 0;
+  for (; key + 4 <= run; key += 4, keys += 4 * dim) {
+    vf total[M][4] = {};
+    for (int64_t i = 0; i < 4 * dim * int64_t(sizeof(Stored)); i += 64) __builtin_prefetch(ahead + i);
+    ahead += 4 * dim * sizeof(Stored);
+    for (int64_t d = 0; d < dim; d += W) {
+      vf k[4];
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; i++) k[i] = widen(keys + i * dim + d);
+#pragma GCC unroll 4
+      for (int m = 0; m < M; m++) {
+        vf q = load<vf>(query + m * dim + d);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) total[m][i] += q * k[i];
+      }
+    }
+    for (int m = 0; m < M; m++) sums(total[m][0], total[m][1], total[m][2], total[m][3], scores + m * KEYS + key);
+  }
+  for (; key < run; key++, keys += dim)
+    for (int m = 0; m < M; m++) {
+      vf total = {}, none = {};
+      for (int64_t d = 0; d < dim; d += W) total += load<vf>(query + m * dim + d) * widen(keys + d);
+      float four[4];
+      sums(total, none, none, none, four);
+      scores[m * KEYS + key] = four[0];
+    }
+}
+
+// out [lane][dim] += scores [lane][key] · values, N vectors of the head at a time.
+template <class Stored, int M, int N>
+inline void weigh(const Stored* values, const char* ahead, int64_t run, const float* scores, int64_t dim, float* out) {
+  vf total[M][N];
+  for (int m = 0; m < M; m++)
+    for (int n = 0; n < N; n++) total[m][n] = load<vf>(out + m * dim + n * W);
+  for (int64_t key = 0; key < run; key++) {
+    vf v[N];
+    __builtin_prefetch(ahead + key * dim * sizeof(Stored));
+#pragma GCC unroll 4
+    for (int n = 0; n < N; n++) v[n] = widen(values + key * dim + n * W);
+#pragma GCC unroll 4
+    for (int m = 0; m < M; m++) {
+      vf p = splat(scores[m * KEYS + key]);
+#pragma GCC unroll 4
+      for (int n = 0; n < N; n++) total[m][n] += p * v[n];
+    }
+  }
+  for (int m = 0; m < M; m++)
+    for (int n = 0; n < N; n++) store(out + m * dim + n * W, total[m][n]);
+}
+
+template <class Stored, int M>
+inline void few_lanes(const Attended& t, const int64_t* table, int64_t head, int64_t begin, int64_t end, Scratch& s) {
+  const int64_t dim = t.dim;
+  for (int64_t tile = begin; tile < end; tile += KEYS) {
+    const int64_t count = std::min<int64_t>(KEYS, end - tile);
+    auto runs = [&](const void* from, auto use) {
+      for (int64_t done = 0; done < count;) {
+        const int64_t run = std::min(count - done, t.block_size - (tile + done) % t.block_size);
+        const int64_t position = tile + done, later = std::min(position + AHEAD * t.block_size, end - 1);
+        use((const Stored*)from + place(t, table, head, position),
+            (const char*)((const Stored*)from + place(t, table, head, later)), done, run);
+        done += run;
+      }
+    };
+    runs(t.keys, [&](const Stored* keys, const char* ahead, int64_t done, int64_t run) {
+      dots<Stored, M>(keys, ahead, run, s.query, dim, s.scores + done);
+    });
+    for (int m = 0; m < M; m++) {
+      float* scores = s.scores + m * KEYS;
+      for (int64_t key = count; key % W; key++) scores[key] = -HUGE_VALF;
+      vf top = splat(-HUGE_VALF);
+      for (int64_t key = 0; key < count; key += W) {
+        vf v = load<vf>(scores + key);
+        if (t.softcap != 0) {
+          v = hyperbolic_tangent(v / t.softcap) * t.softcap;
+          store(scores + key, v);
+        }
+        top = greater(v, top);
+      }
+      // The lanes of padding were capped too: they must not count.
+      if (t.softcap != 0)
+        for (int64_t key = count; key % W; key++) scores[key] = -HUGE_VALF;
+      const float high = std::max(s.high[m], most(top));
+      vf total = {};
+      for (int64_t key = 0; key < count; key += W) {
+        vf p = exponential(load<vf>(scores + key) - high);
+        store(scores + key, p);
+        total += p;
+      }
+      const float factor = exponential(splat(s.high[m] - high))[0];
+      s.total[m] = s.total[m] * factor + sum(total);
+      if (factor != 1.0f)
+        for (int64_t d = 0; d < dim; d += W) store(s.out + m * dim + d, load<vf>(s.out + m * dim + d) * factor);
+      s.high[m] = high;
+    }
+    runs(t.values, [&](const Stored* values, const char* ahead, int64_t done, int64_t run) {
+      constexpr int N = M <= 3 ? 4 : 2;
+      int64_t d = 0;
+      for (; d + N * W <= dim; d += N * W) weigh<Stored, M, N>(values + d, ahead + d * sizeof(Stored), run, s.scores + done, dim, s.out + d);
+      for (; d < dim; d += W) weigh<Stored, M, 1>(values + d, ahead + d * sizeof(Stored), run, s.scores + done, dim, s.out + d);
+    });
+  }
+}
+
+// `lanes` is a multiple of W; `positions` [lanes] that of each lane's query.
+template <class Stored>
+inline void many_lanes(const Attended& t, const int64_t* table, int64_t head, int64_t begin, int64_t end, int lanes,
+                       const int32_t* positions, Scratch& s) {
+  const int64_t dim = t.dim;
+  const int64_t first = positions[0], last = *std::max_element(positions, positions + lanes);
+  for (int64_t tile = begin; tile < end; tile += KEYS) {
+    const int64_t count = std::min<int64_t>(KEYS, end - tile);
+    widen_tile<Stored>(t, t.keys, table, head, tile, count, s.key);
+    widen_tile<Stored>(t, t.values, table, head, tile, count, s.value);
+    product(s.key, dim, 1, s.query, LANES, s.scores, LANES, count, lanes, dim, false);
+    const bool edge = tile + count - 1 > first || (t.window && tile <= last - t.window);
+    for (int lane = 0; lane < lanes; lane += W) {
+      const vi position = load<vi>(positions + lane);
+      vf high = load<vf>(s.high + lane), before = high;
+      for (int64_t key = 0; key < count; key++) {
+        float* at = s.scores + key * LANES + lane;
+        vf v = load<vf>(at);
+        if (t.softcap != 0) v = hyperbolic_tangent(v / t.softcap) * t.softcap;
+        if (edge) {
+          const int32_t seen = int32_t(tile + key);
+          v = position < seen ? splat(-HUGE_VALF) : v;
+          if (t.window) v = position - int32_t(t.window) >= seen ? splat(-HUGE_VALF) : v;
+        }
+        store(at, v);
+        high = greater(v, high);
+      }
+      // A lane that has seen no key yet: any finite number keeps the differences defined.
+      vf base = high == -HUGE_VALF ? vf{} : high;
+      vf total = {};
+      for (int64_t key = 0; key < count; key++) {
+        float* at = s.scores + key * LANES + lane;
+        vf p = exponential(load<vf>(at) - base);
+        store(at, p);
+        total += p;
+      }
+      vf factor = exponential(before - base);
+      store(s.total + lane, load<vf>(s.total + lane) * factor + total);
+      store(s.high + lane, high);
+      for (int j = 0; j < W; j++)
+        if (factor[j] != 1.0f)
+          for (int64_t d = 0; d < dim; d += W) {
+            float* at = s.out + (lane + j) * dim + d;
+            store(at, load<vf>(at) * factor[j]);
+          }
+    }
+    product(s.scores, 1, LANES, s.value, dim, s.out, dim, lanes, dim, count, true);
+  }
+}
+
+template <class Stored>
+inline void attend(const Attended& t, const Rows& rows, const Item& item, Scratch& s) {
+  const int64_t shared = t.shared(), dim = t.dim, token = rows.row_starts[item.row] + item.first;
+  const int used = int(item.count * shared);
+  const bool few = item.count == 1 && shared <= FEW;
+  const int lanes = few ? used : (used + W - 1) / W * W;
+  int32_t positions[LANES];
+  for (int lane = 0; lane < lanes; lane++) {
+    const int query = std::min<int>(lane, used - 1) / int(shared);
+    positions[lane] = int32_t(rows.starts[item.row] + item.first + query);
+    const float* q = t.query + (token + query) * t.query_stride +
+                     (item.head * shared + std::min<int>(lane, used - 1) % shared) * dim;
+    if (few)
+      for (int64_t d = 0; d < dim; d += W) store(s.query + lane * dim + d, load<vf>(q + d) * t.scale);
+    else
+      for (int64_t d = 0; d < dim; d++) s.query[d * LANES + lane] = q[d] * t.scale;
+    s.high[lane] = -HUGE_VALF, s.total[lane] = 0;
+  }
+  std::memset(s.out, 0, lanes * dim * sizeof(float));
+  const int64_t* table = rows.tables + item.row * rows.table_stride;
+  if (!few)
+    many_lanes<Stored>(t, table, item.head, item.begin, item.end, lanes, positions, s);
+  else
+    switch (lanes) {
+      case 1: few_lanes<Stored, 1>(t, table, item.head, item.begin, item.end, s); break;
+      case 2: few_lanes<Stored, 2>(t, table, item.head, item.begin, item.end, s); break;
+      case 3: few_lanes<Stored, 3>(t, table, item.head, item.begin, item.end, s); break;
+      default: few_lanes<Stored, 4>(t, table, item.head, item.begin, item.end, s); break;
+    }
+  if (item.part < 0) {
+    for (int lane = 0; lane < used; lane++) {
+      float* out = t.out + ((token + lane / shared) * t.heads + item.head * shared + lane % shared) * dim;
+      const float inverse = 1.0f / s.total[lane];
+      for (int64_t d = 0; d < dim; d += W) store(out + d, load<vf>(s.out + lane * dim + d) * inverse);
+    }
+    return;
+  }
+  float* part = t.parts + item.part;
+  std::memcpy(part, s.high, used * sizeof(float));
+  std::memcpy(part + used, s.total, used * sizeof(float));
+  std::memcpy(part + 2 * used, s.out, used * dim * sizeof(float));
+}
+
+// Floats of a part: largest score and sum of each lane, then the lanes' values.
+inline int64_t part_size(int64_t lanes, int64_t dim) { return lanes * (dim + 2); }
+
+inline void merge(const Attended& t, const Rows& rows, const Merge& m) {
+  const int64_t shared = t.shared(), dim = t.dim, token = rows.row_starts[m.row] + m.first;
+  const int64_t lanes = m.count * shared, size = part_size(lanes, dim);
+  const float* parts = t.parts + m.part;
+  for (int64_t lane = 0; lane < lanes; lane++) {
+    float* out = t.out + ((token + lane / shared) * t.heads + m.head * shared + lane % shared) * dim;
+    float high = -HUGE_VALF, total = 0;
+    for (int p = 0; p < m.parts; p++) high = std::max(high, parts[p * size + lane]);
+    for (int64_t d = 0; d < dim; d += W) store(out + d, vf{});
+    for (int p = 0; p < m.parts; p++) {
+      const float* part = parts + p * size;
+      // A part without a key that the lane sees has the score -inf and weighs nothing.
+      const float factor = exponential(splat(part[lane] - high))[0];
+      total += part[lanes + lane] * factor;
+      for (int64_t d = 0; d < dim; d += W)
+        store(out + d, load<vf>(out + d) + load<vf>(part + 2 * lanes + lane * dim + d) * factor);
+    }
+    for (int64_t d = 0; d < dim; d += W) store(out + d, load<vf>(out + d) / total);
+  }
+}
+
+// Cut a step's attention into items, for layers of one window; returns the floats of all parts. An item's keys lie
+// within one span of its row: where a row is cut depends on nothing but the row.
+inline int64_t cut(const Rows& rows, const octavo::Geometry& g, int64_t window, std::vector<Item>& items,
+                   std::vector<Merge>& merges) {
+  constexpr int64_t SPAN = 1024;
+  const int64_t shared = g.heads / g.kv_heads, most = LANES / shared;
+  int64_t floats = 0;
+  items.clear(), merges.clear();
+  for (int64_t row = 0; row < rows.rows; row++)
+    for (int64_t first = 0; first < rows.counts[row]; first += most) {
+      const int64_t count = std::min(most, rows.counts[row] - first), start = rows.starts[row] + first;
+      const int64_t begin = window ? std::max<int64_t>(0, start - window + 1) : 0, end = start + count;
+      const int64_t spans = (end - 1) / SPAN - begin / SPAN + 1, size = part_size(count * shared, g.dim);
+      for (int32_t head = 0; head < g.kv_heads; head++) {
+        if (spans > 1)
+          merges.push_back({int32_t(row), head, int32_t(first), int32_t(count), floats, int32_t(spans)});
+        for (int64_t s = begin / SPAN; s <= (end - 1) / SPAN; s++) {
+          items.push_back({int32_t(row), head, int32_t(first), int32_t(count), std::max(begin, s * SPAN),
+                           std::min(end, (s + 1) * SPAN), spans > 1 ? floats : -1});
+          if (spans > 1) floats += size;
+        }
+      }
+    }
+  return floats;
+}
+
+}  // namespace OCTAVO_ISA

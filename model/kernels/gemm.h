@@ -1,0 +1,362 @@
+// y = x W^T for a few to a few hundred rows of x: the panels that a weight is packed in, and the tiles that read them.
+//
+// A panel holds 2 W outputs, all inputs: what one register tile of ROWS rows needs, in the order in which it needs it.
+//
+//   f32, f16   [inputs][2 W]
+//   bf16       [inputs][W] words: output j in the high half, output j + W in the low, so that a mask and a shift widen
+//   bf16, where the processor multiplies it   [inputs / 2][2 W][2]; activations are rounded to bf16 too
+//   int8       [inputs / 2][2 W][2]: pairs of inputs for the multiply-add of 16-bit pairs
+//   int8, VNNI [inputs / 4][2 W][4]
+//
+// Every output is one chain of additions over the inputs in their order, whatever the number of rows: a request's
+// numbers do not depend on who else is in the step.
+#pragma once
+
+#include <algorithm>
+
+#include "program.h"
+#include "simd.h"
+
+namespace OCTAVO_ISA {
+
+using octavo::Kind;
+using octavo::Matrix;
+using octavo::Operand;
+
+constexpr int PANEL = 2 * W;
+
+#if defined(OCTAVO_VNNI)
+constexpr int GROUP = 4;  // inputs that one instruction multiplies and adds
+typedef uint8_t Activated;
+#else
+constexpr int GROUP = 2;
+typedef int16_t Activated;
+#endif
+
+#if defined(OCTAVO_BF16)
+constexpr bool BF16_PAIRS = true;
+#else
+constexpr bool BF16_PAIRS = false;
+#endif
+
+inline int64_t pairs(int64_t inputs) { return (inputs + 1) / 2; }
+
+inline int64_t groups(int64_t inputs) { return (inputs + GROUP - 1) / GROUP; }
+
+inline int64_t panel_bytes(Kind kind, int64_t inputs) {
+  switch (kind) {
+    case Kind::f32: return inputs * PANEL * 4;
+    case Kind::f16: return inputs * PANEL * 2;
+    case Kind::bf16: return (BF16_PAIRS ? 2 * pairs(inputs) : inputs) * PANEL * 2;
+    default: return groups(inputs) * GROUP * PANEL;
+  }
+}
+
+// Of a row of activations in the form that the kind multiplies; 0: as float32.
+inline int64_t encoded_bytes(Kind kind, int64_t inputs) {
+  int64_t bytes = 0;
+  if (kind == Kind::int8) bytes = groups(inputs) * GROUP * int64_t(sizeof(Activated));
+  if (kind == Kind::bf16 && BF16_PAIRS) bytes = pairs(inputs) * 4;
+  return (bytes + 63) / 64 * 64;
+}
+
+// ---- packing -------------------------------------------------------------------------------------------------
+
+// The row of the weight that lane `lane` of panel `panel` holds, or -1 for padding.
+inline int64_t source_row(const Matrix& m, int64_t panel, int lane) {
+  if (!m.gated) {
+    int64_t row = panel * PANEL + lane;
+    return row < m.outputs ? row : -1;
+  }
+  int64_t row = panel * W + lane % W;
+  return row < m.outputs ? row + (lane < W ? 0 : m.outputs) : -1;
+}
+
+inline int64_t panel_count(bool gated, int64_t outputs) {
+  int64_t width = gated ? W : PANEL;
+  return (outputs + width - 1) / width;
+}
+
+inline uint16_t bf16_of(float value) {
+  float many[W] = {value};
+  bf16 half[W];
+  narrow(half, load<vf>(many));
+  return half[0].bits;
+}
+
+inline void pack_int8(const Matrix& m, int64_t at, int lane, const float* row, int8_t* to) {
+  float high = 0;
+  for (int64_t k = 0; row && k < m.inputs; k++) high = std::max(high, std::fabs(row[k]));
+  const float scale = high / 127.0f;
+  int32_t total = 0;
+  for (int64_t k = 0; k < groups(m.inputs) * GROUP; k++) {
+    const int8_t integer = row && k < m.inputs && scale > 0 ? int8_t(std::lrint(row[k] / scale)) : 0;
+    to[(k / GROUP * PANEL + lane) * GROUP + k % GROUP] = integer;
+    total += integer;
+  }
+  m.scales[at] = scale, m.sums[at] = total;
+}
+
+// Fill a panel from float32 rows [PANEL, inputs], of which those that `source_row` says are padding do not count.
+inline void pack_panel(const Matrix& m, int64_t panel, const float* weight) {
+  char* to = (char*)m.data + panel * panel_bytes(m.kind, m.inputs);
+  std::memset(to, 0, panel_bytes(m.kind, m.inputs));
+  for (int lane = 0; lane < PANEL; lane++) {
+    const float* row = source_row(m, panel, lane) < 0 ? nullptr : weight + lane * m.inputs;
+    if (m.kind == Kind::int8) pack_int8(m, panel * PANEL + lane, lane, row, (int8_t*)to);
+    if (!row) continue;
+    for (int64_t k = 0; k < m.inputs; k++) switch (m.kind) {
+        case Kind::f32: ((float*)to)[k * PANEL + lane] = row[k]; break;
+        case Kind::f16: {
+          float many[W] = {row[k]};
+          f16 half[W];
+          narrow(half, load<vf>(many));
+          ((f16*)to)[k * PANEL + lane] = half[0];
+          break;
+        }
+        case Kind::bf16: {
+          const int64_t at = BF16_PAIRS ? (k / 2 * PANEL + lane) * 2 + k % 2 : (k * W + lane % W) * 2 + (lane < W);
+          ((uint16_t*)to)[at] = bf16_of(row[k]);
+          break;
+        }
+        case Kind::int8: break;
+      }
+  }
+}
+
+// ---- tiles ---------------------------------------------------------------------------------------------------
+
+struct Floats {  // f32
+  static void weights(const char* panel, int64_t k, vf& a, vf& b) {
+    const float* from = (const float*)panel + k * PANEL;
+    a = load<vf>(from), b = load<vf>(from + W);
+  }
+};
+
+struct Halves {  // f16
+  static void weights(const char* panel, int64_t k, vf& a, vf& b) {
+    const f16* from = (const f16*)panel + k * PANEL;
+    a = widen(from), b = widen(from + W);
+  }
+};
+
+struct Brains {  // bf16
+  static void weights(const char* panel, int64_t k, vf& a, vf& b) {
+    vu both = load<vu>((const uint32_t*)panel + k * W);
+    a = (vf)(both & 0xffff0000u), b = (vf)(both << 16);
+  }
+};
+
+// M rows times P panels of float weights → tile [M][P * PANEL].
+template <class Weights, int M, int P>
+inline void multiply(const float* x, int64_t stride, const char* panel, int64_t bytes, int64_t inputs, float* tile) {
+  vf total[M][2 * P] = {};
+  for (int64_t k = 0; k < inputs; k++) {
+#pragma GCC unroll 8
+    for (int p = 0; p < P; p++) {
+      vf a, b;
+      Weights::weights(panel + p * bytes, k, a, b);
+#pragma GCC unroll 12
+      for (int m = 0; m < M; m++) {
+        vf value = splat(x[m * stride + k]);
+        total[m][2 * p] += value * a;
+        total[m][2 * p + 1] += value * b;
+      }
+    }
+  }
+  for (int m = 0; m < M; m++)
+    for (int j = 0; j < 2 * P; j++) store(tile + (m * 2 * P + j) * W, total[m][j]);
+}
+
+// Adds, lane by lane, the product of two pairs of bf16.
+inline vf dot_pairs(vf total, vu w, uint32_t x) {
+#if defined(__AVX512BF16__)
+  return (vf)_mm512_dpbf16_ps((__m512)total, (__m512bh)_mm512_set1_epi32(int(x)), (__m512bh)w);
+#else
+  vu both = vu{} + x;
+  return total + (vf)(both << 16) * (vf)(w << 16) + (vf)(both & 0xffff0000u) * (vf)(w & 0xffff0000u);
+#endif
+}
+
+// As `multiply`, for bf16 where the processor multiplies it: x [M, stride bytes].
+template <int M, int P>
+inline void multiply_pairs(const char* x, int64_t stride, const char* panel, int64_t bytes, int64_t inputs,
+                           float* tile) {
+  vf total[M][2 * P] = {};
+  for (int64_t k = 0; k < pairs(inputs); k++) {
+#pragma GCC unroll 8
+    for (int p = 0; p < P; p++) {
+      const uint32_t* from = (const uint32_t*)(panel + p * bytes) + k * PANEL;
+      const vu a = load<vu>(from), b = load<vu>(from + W);
+#pragma GCC unroll 12
+      for (int m = 0; m < M; m++) {
+        uint32_t pair;
+        std::memcpy(&pair, x + m * stride + k * 4, 4);
+        total[m][2 * p] = dot_pairs(total[m][2 * p], a, pair);
+        total[m][2 * p + 1] = dot_pairs(total[m][2 * p + 1], b, pair);
+      }
+    }
+  }
+  for (int m = 0; m < M; m++)
+    for (int j = 0; j < 2 * P; j++) store(tile + (m * 2 * P + j) * W, total[m][j]);
+}
+
+// A vector of int8 weights, as the multiply-add wants it; and the sum that a group of inputs adds, lane by lane.
+#if defined(__AVX512VNNI__)
+typedef __m512i Integers;  // GROUP inputs a lane
+inline Integers integers(const int8_t* from) { return load<__m512i>(from); }
+inline vi dot(vi total, Integers w, int32_t x) { return (vi)_mm512_dpbusd_epi32((__m512i)total, _mm512_set1_epi32(x), w); }
+#elif defined(__AVX2__) && !defined(OCTAVO_EMULATED)
+typedef __m256i Integers;
+inline Integers integers(const int8_t* from) { return _mm256_cvtepi8_epi16(load<__m128i>(from)); }
+inline vi dot(vi total, Integers w, int32_t x) { return total + (vi)_mm256_madd_epi16(w, _mm256_set1_epi32(x)); }
+#elif defined(OCTAVO_EMULATED)
+typedef vi Integers;
+inline Integers integers(const int8_t* from) { return load<vi>(from); }
+inline vi dot(vi total, Integers w, int32_t x) {
+  for (int shift = 0; shift < 32; shift += 8) total += (w << (24 - shift) >> 24) * ((x >> shift) & 255);
+  return total;
+}
+#else
+struct Integers {
+  vi even, odd;
+};
+inline Integers integers(const int8_t* from) {
+  vi pairs = __builtin_convertvector(load<vh>(from), vi);
+  return {pairs << 24 >> 24, pairs << 16 >> 24};
+}
+inline vi dot(vi total, Integers w, int32_t x) { return total + w.even * int16_t(x) + w.odd * (x >> 16); }
+#endif
+
+// As `multiply`, for int8: x [M, stride bytes], scaled by `x_scales` [M].
+template <int M, int P>
+inline void multiply_int8(const char* x, int64_t stride, const float* x_scales, const Matrix& m, int64_t panel,
+                          float* tile) {
+  const int64_t bytes = panel_bytes(Kind::int8, m.inputs), count = groups(m.inputs);
+  const int8_t* weights = (const int8_t*)m.data + panel * bytes;
+  vi total[M][2 * P] = {};
+  for (int64_t g = 0; g < count; g++) {
+#pragma GCC unroll 8
+    for (int p = 0; p < P; p++) {
+      const int8_t* from = weights + p * bytes + g * PANEL * GROUP;
+      const Integers a = integers(from), b = integers(from + W * GROUP);
+#pragma GCC unroll 12
+      for (int r = 0; r < M; r++) {
+        int32_t group;  // GROUP inputs of one row
+        std::memcpy(&group, x + r * stride + g * 4, 4);
+        total[r][2 * p] = dot(total[r][2 * p], a, group);
+        total[r][2 * p + 1] = dot(total[r][2 * p + 1], b, group);
+      }
+    }
+  }
+  for (int r = 0; r < M; r++)
+    for (int j = 0; j < 2 * P; j++) {
+      const int64_t lane = panel * PANEL + j * W;
+#if defined(OCTAVO_VNNI)
+      total[r][j] -= load<vi>(m.sums + lane) * 128;  // activations are stored 128 too high
+#endif
+      vf value = __builtin_convertvector(total[r][j], vf) * (load<vf>(m.scales + lane) * x_scales[r]);
+      store(tile + (r * 2 * P + j) * W, value);
+    }
+}
+
+// Rows of activations → what `multiply_int8` reads, with one scale a row. `inputs` values; returns the scale.
+inline float encode_row(const float* x, int64_t inputs, Activated* to) {
+  vf high = {}, zero = {};
+  int64_t k = 0;
+  for (; k + W <= inputs; k += W) {
+    vf v = load<vf>(x + k);
+    zero += v * 0.0f;  // NaN where a value is not finite
+    high = greater(v < 0.0f ? -v : v, high);
+  }
+  float top = most(high), finite = sum(zero);
+  for (; k < inputs; k++) top = std::max(top, std::fabs(x[k])), finite += x[k] * 0.0f;
+  // A sum over all inputs must fit 32 bits. Where pairs of 16 bits are multiplied that leaves more than 8 bits.
+  const float range = GROUP == 4 ? 127.0f : float(std::min<int64_t>(32767, 0x7fffffffLL / (127 * inputs)));
+  const float scale = top / range, inverse = top > 0 ? range / top : 0.0f;
+  const int shift = GROUP == 4 ? 128 : 0;
+  for (k = 0; k < inputs; k++) {
+    float moved = x[k] * inverse + 12582912.0f;  // 1.5 * 2^23: the integer, to nearest, is in the low bits
+    int32_t bits;
+    std::memcpy(&bits, &moved, 4);
+    to[k] = Activated((bits - 0x4b400000) + shift);
+  }
+  for (; k < groups(inputs) * GROUP; k++) to[k] = Activated(shift);
+  return finite == 0.0f ? scale : NAN;
+}
+
+// A row of `x` in the form that `m` multiplies, where that is not float32.
+inline void encode(const Matrix& m, const Operand& x, int64_t row) {
+  const float* from = x.rows + row * x.stride;
+  char* to = (char*)x.encoded + row * encoded_bytes(m.kind, m.inputs);
+  if (m.kind == Kind::int8) x.scales[row] = encode_row(from, m.inputs, (Activated*)to);
+  if (m.kind == Kind::bf16 && BF16_PAIRS) {
+    int64_t k = 0;
+    for (; k + W <= m.inputs; k += W) narrow((bf16*)to + k, load<vf>(from + k));
+    for (; k < 2 * pairs(m.inputs); k++) ((bf16*)to)[k].bits = k < m.inputs ? bf16_of(from[k]) : 0;
+  }
+}
+
+template <int M, int P>
+inline void tile_of(const Matrix& m, const Operand& x, int64_t row, int64_t panel, float* tile) {
+  const int64_t bytes = panel_bytes(m.kind, m.inputs);
+  const char* weights = (const char*)m.data + panel * bytes;
+  const float* rows = x.rows + row * x.stride;
+  switch (m.kind) {
+    case Kind::f32: return multiply<Floats, M, P>(rows, x.stride, weights, bytes, m.inputs, tile);
+    case Kind::f16: return multiply<Halves, M, P>(rows, x.stride, weights, bytes, m.inputs, tile);
+    case Kind::bf16:
+      if constexpr (BF16_PAIRS) {
+        const int64_t stride = encoded_bytes(m.kind, m.inputs);
+        return multiply_pairs<M, P>((const char*)x.encoded + row * stride, stride, weights, bytes, m.inputs, tile);
+      } else {
+        return multiply<Brains, M, P>(rows, x.stride, weights, bytes, m.inputs, tile);
+      }
+    case Kind::int8: {
+      const int64_t stride = encoded_bytes(m.kind, m.inputs);
+      return multiply_int8<M, P>((const char*)x.encoded + row * stride, stride, x.scales + row, m, panel, tile);
+    }
+  }
+}
+
+template <int P, int M>
+inline void tile_of(const Matrix& m, const Operand& x, int64_t row, int rows, int64_t panel, float* tile) {
+  if constexpr (M > 0) {
+    if (rows == M) return tile_of<M, P>(m, x, row, panel, tile);
+    tile_of<P, M - 1>(m, x, row, rows, panel, tile);
+  }
+}
+
+// Panels [first, last) for all `count` rows; `finish(row, panel, values [PANEL])` takes each result, bias added.
+template <class Finish>
+inline void multiply_panels(const Matrix& m, const Operand& x, int64_t count, int64_t first, int64_t last,
+                            Finish finish) {
+  alignas(64) float tile[ROWS * PANEL];
+  const int64_t blocks = (count + ROWS - 1) / ROWS;
+  for (int64_t panel = first; panel < last;) {
+    // With few rows a tile has several panels, to keep enough additions under way.
+    int together = count == 1 ? 4 : count <= ROWS / 2 ? 2 : 1;
+    if (panel + together > last) together = 1;
+    for (int64_t block = 0; block < blocks; block++) {
+      const int64_t row = count * block / blocks;
+      const int rows = int(count * (block + 1) / blocks - row);
+      if (together == 4)
+        tile_of<1, 4>(m, x, row, panel, tile);
+      else if (together == 2)
+        tile_of<2, ROWS / 2>(m, x, row, rows, panel, tile);
+      else
+        tile_of<1, ROWS>(m, x, row, rows, panel, tile);
+      for (int r = 0; r < rows; r++)
+        for (int p = 0; p < together; p++) {
+          float* values = tile + (r * together + p) * PANEL;
+          if (m.bias)
+            for (int j = 0; j < PANEL; j += W)
+              store(values + j, load<vf>(values + j) + load<vf>(m.bias + (panel + p) * PANEL + j));
+          finish(row + r, panel + p, values);
+        }
+    }
+    panel += together;
+  }
+}
+
+}  // namespace OCTAVO_ISA

@@ -1,0 +1,316 @@
+// The kernels as torch classes and operators: checks shapes and types, owns memory, opens the parallel region.
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/zeros.h>
+#include <omp.h>
+#include <torch/custom_class.h>
+#include <torch/library.h>
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "program.h"
+
+namespace OCTAVO_ISA {
+extern const octavo::Kernels kernels;
+}
+
+namespace {
+
+using at::Tensor;
+using octavo::Kind;
+using std::optional;
+
+const octavo::Kernels& kernels = OCTAVO_ISA::kernels;
+
+Kind kind_of(const Tensor& t, const char* name) {
+  switch (t.scalar_type()) {
+    case at::kFloat: return Kind::f32;
+    case at::kHalf: return Kind::f16;
+    case at::kBFloat16: return Kind::bf16;
+    default: TORCH_CHECK(false, name, " must be float32, float16 or bfloat16");
+  }
+}
+
+const Tensor& checked(const Tensor& t, at::ScalarType type, at::IntArrayRef shape, const char* name) {
+  TORCH_CHECK(t.scalar_type() == type && t.is_contiguous() && t.device().is_cpu(), name, " must be a contiguous ", type,
+              " tensor on the CPU");
+  TORCH_CHECK(t.sizes() == shape, name, " must have the shape ", shape, ", not ", t.sizes());
+  return t;
+}
+
+template <class T>
+T* pointer(const Tensor& t) {
+  return (T*)t.data_ptr();
+}
+
+// One region for a whole step. `work` is called by every thread with its number and their count.
+template <class Work>
+void parallel(Work work) {
+  static thread_local std::vector<Tensor> scratch;  // per calling thread: one buffer for each of the region's threads
+  const int wanted = at::get_num_threads();
+  while ((int)scratch.size() < wanted) scratch.push_back(at::empty({kernels.scratch_bytes}, at::kByte));
+  std::vector<Tensor>& mine = scratch;
+#pragma omp parallel num_threads(wanted)
+  {
+    const int number = omp_get_thread_num();
+    work(octavo::Thread{number, omp_get_num_threads(), mine[number].data_ptr()});
+  }
+}
+
+struct Matrix : torch::CustomClassHolder {
+  octavo::Matrix m{};
+  Tensor data, scales, sums, bias;
+
+  // weight [outputs, inputs], or [2 outputs, inputs] where gated: gates before ups.
+  Matrix(const Tensor& weight, const optional<Tensor>& given_bias, const std::string& kind, bool gated) {
+    TORCH_CHECK(weight.dim() == 2 && weight.is_contiguous(), "weight must be contiguous, [outputs, inputs]");
+    TORCH_CHECK(kind == "float32" || kind == "float16" || kind == "bfloat16" || kind == "int8", "unknown kind ", kind);
+    kind_of(weight, "weight");
+    m.kind = kind == "float32" ? Kind::f32 : kind == "float16" ? Kind::f16 : kind == "bfloat16" ? Kind::bf16 : Kind::int8;
+    m.gated = gated;
+    m.outputs = weight.size(0) / (gated ? 2 : 1);
+    m.inputs = weight.size(1);
+    m.panels = kernels.panel_count(gated, m.outputs);
+    const int64_t lanes = m.panels * kernels.panel;
+    data = at::empty({m.panels * kernels.panel_bytes(m.kind, m.inputs)}, at::kByte);
+    m.data = data.data_ptr();
+    if (m.kind == Kind::int8) {
+      scales = at::zeros({lanes}, at::kFloat), sums = at::zeros({lanes}, at::kInt);
+      m.scales = pointer<float>(scales), m.sums = pointer<int32_t>(sums);
+    }
+    if (given_bias) {
+      checked(*given_bias, at::kFloat, {weight.size(0)}, "bias");
+      bias = at::zeros({lanes}, at::kFloat);
+      m.bias = pointer<float>(bias);
+      for (int64_t lane = 0; lane < lanes; lane++) {
+        const int64_t row = kernels.source_row(m, lane / kernels.panel, int(lane % kernels.panel));
+        if (row >= 0) m.bias[lane] = pointer<float>(*given_bias)[row];
+      }
+    }
+    at::parallel_for(0, m.panels, 1, [&](int64_t first, int64_t last) {
+      for (int64_t panel = first; panel < last; panel++) pack(weight, panel);
+    });
+  }
+
+  void pack(const Tensor& weight, int64_t panel) {
+    std::vector<float> rows(kernels.panel * m.inputs);
+    const char* from = (const char*)weight.data_ptr();
+    for (int lane = 0; lane < kernels.panel; lane++) {
+      const int64_t row = kernels.source_row(m, panel, lane);
+      if (row < 0) continue;
+      float* to = rows.data() + lane * m.inputs;
+      for (int64_t k = 0; k < m.inputs; k++) switch (weight.scalar_type()) {
+          case at::kFloat: to[k] = ((const float*)from)[row * m.inputs + k]; break;
+          case at::kHalf: to[k] = float(((const at::Half*)from)[row * m.inputs + k]); break;
+          default: to[k] = float(((const at::BFloat16*)from)[row * m.inputs + k]); break;
+        }
+    }
+    kernels.pack_panel(m, panel, rows.data());
+  }
+
+  int64_t nbytes() const {
+    int64_t total = data.nbytes();
+    for (const Tensor& t : {scales, sums, bias}) total += t.defined() ? t.nbytes() : 0;
+    return total;
+  }
+
+  // x [rows, inputs] float32 → [rows, outputs] float32; of a gated one [rows, 2 outputs].
+  Tensor multiply(const Tensor& x) {
+    const int64_t rows = x.size(0);
+    checked(x, at::kFloat, {rows, m.inputs}, "x");
+    Tensor y = at::empty({rows, m.outputs * (m.gated ? 2 : 1)}, at::kFloat);
+    if (rows == 0) return y;
+    Tensor encoded = at::empty({rows * kernels.encoded_bytes(m.kind, m.inputs)}, at::kByte);
+    Tensor factors = at::empty({m.kind == Kind::int8 ? rows : 0}, at::kFloat);
+    const octavo::Operand operand{pointer<float>(x), m.inputs, encoded.data_ptr(), pointer<float>(factors)};
+    octavo::Barrier barrier;
+    parallel([&](const octavo::Thread& t) {
+      for (int64_t row = t.number; row < rows; row += t.count) kernels.encode(m, operand, row);
+      barrier.wait(t.count);
+      kernels.multiply(m, operand, rows, pointer<float>(y), t);
+    });
+    return y;
+  }
+};
+
+using Handle = c10::intrusive_ptr<Matrix>;
+
+// `ints` [5, tokens] and the rows' arrays are those of StepInputs.
+octavo::Rows rows_of(const Tensor& blocks, const Tensor& offsets, const Tensor& row_starts, const Tensor& starts,
+                     const Tensor& counts, const Tensor& tables) {
+  const int64_t tokens = blocks.size(0), rows = starts.size(0);
+  checked(blocks, at::kLong, {tokens}, "blocks"), checked(offsets, at::kLong, {tokens}, "offsets");
+  checked(row_starts, at::kLong, {rows + 1}, "row_starts"), checked(starts, at::kLong, {rows}, "starts");
+  checked(counts, at::kLong, {rows}, "counts"), checked(tables, at::kLong, {rows, tables.size(1)}, "tables");
+  return {tokens, rows, pointer<int64_t>(blocks), pointer<int64_t>(offsets), pointer<int64_t>(row_starts),
+          pointer<int64_t>(starts), pointer<int64_t>(counts), pointer<int64_t>(tables), tables.size(1)};
+}
+
+// Grows to the largest step there has been, and stays.
+struct Buffer {
+  Tensor memory;
+  char* take(int64_t bytes) {
+    if (!memory.defined() || memory.nbytes() < (size_t)bytes) memory = at::empty({bytes}, at::kByte);
+    return (char*)memory.data_ptr();
+  }
+};
+
+struct Decoder : torch::CustomClassHolder {
+  octavo::Geometry g{};
+  std::vector<octavo::Layer> layers;
+  std::vector<Handle> matrices;
+  std::vector<Tensor> norms;
+  std::vector<octavo::Item> items[2];
+  std::vector<octavo::Merge> merges[2];
+  std::vector<std::atomic<int64_t>> counters;
+  octavo::Barrier barrier;
+  Buffer buffers, parts;
+  int64_t window = 0;
+
+  Decoder(int64_t hidden, int64_t intermediate, int64_t heads, int64_t kv_heads, int64_t dim, double eps, double scale,
+          double softcap, double residual_multiplier, const std::string& activation) {
+    TORCH_CHECK(activation == "silu" || activation == "gelu_tanh", "unknown activation ", activation);
+    g = {hidden, intermediate, heads, kv_heads, dim, float(eps), float(scale), float(softcap),
+         float(residual_multiplier),
+         activation == "silu" ? octavo::Activation::silu : octavo::Activation::gelu_tanh};
+  }
+
+  octavo::Norm norm(const optional<Tensor>& weight, int64_t size, const char* name) {
+    if (!weight) return {};
+    norms.push_back(checked(weight->reshape({-1}), at::kFloat, {size}, name));
+    return {pointer<float>(norms.back())};
+  }
+
+  const octavo::Matrix& matrix(const Handle& handle, int64_t outputs, int64_t inputs, bool gated, const char* name) {
+    const octavo::Matrix& m = handle->m;
+    TORCH_CHECK(m.outputs == outputs && m.inputs == inputs && m.gated == gated, name, " must be [", outputs, ", ",
+                inputs, "]", gated ? " gated" : "");
+    matrices.push_back(handle);
+    return m;
+  }
+
+  // norms: before and after attention, before and after the MLP, of all heads, of all queries, of all keys.
+  void add_layer(const Handle& qkv, const Handle& output, const Handle& gate_up, const Handle& down,
+                 const std::vector<optional<Tensor>>& given, int64_t layer_window, int64_t rope) {
+    TORCH_CHECK(given.size() == 7, "a layer has seven norms, each a tensor or None");
+    const int64_t q = g.heads * g.dim, kv = g.kv_heads * g.dim;
+    octavo::Layer layer{};
+    layer.qkv = matrix(qkv, q + 2 * kv, g.hidden, false, "qkv");
+    layer.output = matrix(output, g.hidden, q, false, "output");
+    layer.gate_up = matrix(gate_up, g.intermediate, g.hidden, true, "gate_up");
+    layer.down = matrix(down, g.hidden, g.intermediate, false, "down");
+    layer.before_attention = norm(given[0], g.hidden, "before_attention");
+    layer.after_attention = norm(given[1], g.hidden, "after_attention");
+    layer.before_mlp = norm(given[2], g.hidden, "before_mlp");
+    layer.after_mlp = norm(given[3], g.hidden, "after_mlp");
+    layer.qk_heads = norm(given[4], q + kv, "qk_heads");
+    layer.q_full = norm(given[5], q, "q_full");
+    layer.k_full = norm(given[6], kv, "k_full");
+    layer.window = layer_window;
+    layer.rope = rope;
+    TORCH_CHECK(!layer_window || !window || window == layer_window, "layers must share one window");
+    window = std::max(window, layer_window);
+    layers.push_back(layer);
+  }
+
+  // x [tokens, hidden] float32 becomes the residual stream after the last layer; keys and values go to the pool.
+  // pool [layers, 2, blocks, kv_heads, block_size, dim]; cos_sin: cos and sin [tokens, half] of each rotary table.
+  void forward(const Tensor& x, const Tensor& pool, const std::vector<Tensor>& cos_sin, const Tensor& blocks,
+               const Tensor& offsets, const Tensor& row_starts, const Tensor& starts, const Tensor& counts,
+               const Tensor& tables) {
+    const octavo::Rows rows = rows_of(blocks, offsets, row_starts, starts, counts, tables);
+    const int64_t tokens = rows.tokens;
+    checked(x, at::kFloat, {tokens, g.hidden}, "x");
+    TORCH_CHECK(pool.dim() == 6 && pool.is_contiguous() && pool.size(0) == (int64_t)layers.size() &&
+                    pool.size(3) == g.kv_heads && pool.size(5) == g.dim,
+                "the pool has another shape than the model");
+    const octavo::Pool kv{kind_of(pool, "pool"), pool.size(4), pointer<char>(pool),
+                          int64_t(pool.stride(0) * pool.element_size()), int64_t(pool.stride(1) * pool.element_size())};
+    std::vector<octavo::Rotary> rotaries;
+    for (size_t i = 0; i + 1 < cos_sin.size(); i += 2) {
+      const int64_t half = cos_sin[i].size(-1);
+      TORCH_CHECK(2 * half <= g.dim, "rotary tables are wider than a head");
+      rotaries.push_back({pointer<float>(checked(cos_sin[i], at::kFloat, {tokens, half}, "cos")),
+                          pointer<float>(checked(cos_sin[i + 1], at::kFloat, {tokens, half}, "sin")), half});
+    }
+    for (const octavo::Layer& layer : layers)
+      TORCH_CHECK(layer.rope < (int64_t)rotaries.size(), "a rotary table is missing");
+
+    if (counters.size() != layers.size()) counters = std::vector<std::atomic<int64_t>>(layers.size());
+    for (auto& counter : counters) counter = 0;
+    const octavo::Workspace workspace = reserve(rows);
+    const octavo::Decode decode{g, layers.data(), (int64_t)layers.size(), kv, rows, rotaries.data(), pointer<float>(x),
+                                workspace};
+    parallel([&](const octavo::Thread& t) { kernels.decode(decode, t); });
+  }
+
+  octavo::Workspace reserve(const octavo::Rows& rows) {
+    int64_t floats = kernels.cut(rows, g, 0, items[0], merges[0]);
+    if (window) floats = std::max(floats, kernels.cut(rows, g, window, items[1], merges[1]));
+    const int64_t q = g.heads * g.dim, width = q + 2 * g.kv_heads * g.dim;
+    const int64_t widths[] = {g.hidden, width, q, g.intermediate, g.hidden, 1};
+    int64_t encoded = 0;
+    for (const octavo::Layer& layer : layers)
+      for (const octavo::Matrix* m : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down})
+        encoded = std::max(encoded, kernels.encoded_bytes(m->kind, m->inputs));
+    int64_t bytes = encoded * rows.tokens;
+    for (int64_t w : widths) bytes += (w * rows.tokens * 4 + 63) / 64 * 64;
+    char* at = buffers.take(bytes);
+    float* parted[6];
+    for (int i = 0; i < 6; i++) parted[i] = (float*)at, at += (widths[i] * rows.tokens * 4 + 63) / 64 * 64;
+    return {parted[0], parted[1], parted[2], parted[3], parted[4], at, parted[5], (float*)parts.take(floats * 4),
+            {&items[0], &items[1]}, {&merges[0], &merges[1]}, counters.data(), &barrier};
+  }
+};
+
+// query [tokens, heads, dim] float32; keys and values [blocks, kv_heads, block_size, dim] → as query.
+Tensor attention(const Tensor& query, const Tensor& keys, const Tensor& values, const Tensor& blocks,
+                 const Tensor& offsets, const Tensor& row_starts, const Tensor& starts, const Tensor& counts,
+                 const Tensor& tables, double scale, int64_t window, double softcap) {
+  const octavo::Rows rows = rows_of(blocks, offsets, row_starts, starts, counts, tables);
+  const int64_t heads = query.size(1), dim = query.size(2), kv_heads = keys.size(1);
+  checked(query, at::kFloat, {rows.tokens, heads, dim}, "query");
+  checked(values, keys.scalar_type(), keys.sizes(), "values");
+  checked(keys, keys.scalar_type(), {keys.size(0), kv_heads, keys.size(2), dim}, "keys");
+  octavo::Geometry g{};
+  g.heads = heads, g.kv_heads = kv_heads, g.dim = dim;
+  std::vector<octavo::Item> items;
+  std::vector<octavo::Merge> merges;
+  Tensor out = at::empty_like(query);
+  Tensor parts = at::empty({kernels.cut(rows, g, window, items, merges)}, at::kFloat);
+  const octavo::Attended attended{pointer<float>(query), heads * dim, pointer<float>(out), keys.data_ptr(),
+                                  values.data_ptr(), keys.size(2), heads, kv_heads, dim, window, float(scale),
+                                  float(softcap), pointer<float>(parts)};
+  std::atomic<int64_t> counter{0};
+  octavo::Barrier barrier;
+  const Kind kind = kind_of(keys, "keys");
+  parallel([&](const octavo::Thread& t) {
+    kernels.attend(attended, kind, rows, items, merges, counter, barrier, t);
+  });
+  return out;
+}
+
+// Whether attention can do such heads.
+bool attends(int64_t heads, int64_t kv_heads, int64_t dim) {
+  return dim <= kernels.largest_head && dim % kernels.head_multiple == 0 && heads % kv_heads == 0 &&
+         heads / kv_heads <= kernels.most_shared;
+}
+
+}  // namespace
+
+#define LIBRARY(name, m) TORCH_LIBRARY(name, m)
+LIBRARY(OCTAVO_LIBRARY, m) {
+  m.class_<Matrix>("Matrix")
+      .def(torch::init<const Tensor&, const optional<Tensor>&, const std::string&, bool>())
+      .def("multiply", &Matrix::multiply)
+      .def("nbytes", &Matrix::nbytes);
+  m.class_<Decoder>("Decoder")
+      .def(torch::init<int64_t, int64_t, int64_t, int64_t, int64_t, double, double, double, double, const std::string&>())
+      .def("add_layer", &Decoder::add_layer)
+      .def("forward", &Decoder::forward);
+  m.def("attention", &attention);
+  m.def("attends", &attends);
+}

@@ -1,0 +1,182 @@
+// What the kernels compute on: plain records without torch and without an instruction set, filled by library.cpp.
+#pragma once
+
+#include <sched.h>
+
+#include <atomic>
+#include <cstdint>
+#include <vector>
+
+namespace octavo {
+
+enum class Kind : int { f32, f16, bf16, int8 };
+enum class Activation : int { silu, gelu_tanh };
+
+// A weight [outputs, inputs], repacked in panels of 2 W outputs; see gemm.h for how a panel lies in memory.
+struct Matrix {
+  Kind kind;
+  bool gated;        // the two vectors of a panel are W gates and the W ups that belong to them
+  int64_t outputs;   // of a gated one: after gating
+  int64_t inputs;
+  int64_t panels;
+  void* data;
+  float* scales;         // [panels * 2 W], int8 only: weight = scale * integer
+  int32_t* sums;         // [panels * 2 W], int8 only: sum of each output's integers
+  float* bias;           // [panels * 2 W] or null
+};
+
+// Rows of activations in the form that a matrix multiplies.
+struct Operand {
+  const float* rows;   // [rows, stride]
+  int64_t stride;
+  void* encoded;       // [rows, encoded_bytes(matrix)], where the kind needs another form than float
+  float* scales;       // [rows], int8 only
+};
+
+struct Norm {
+  const float* weight = nullptr;  // null: there is no such norm
+};
+
+struct Layer {
+  Matrix qkv, output, gate_up, down;
+  Norm before_attention, after_attention, before_mlp, after_mlp;
+  Norm qk_heads;  // [heads + kv_heads, dim]
+  Norm q_full, k_full;
+  int64_t window;  // 0: sees everything
+  int64_t rope;    // which rotary table; -1: none
+};
+
+struct Geometry {
+  int64_t hidden, intermediate, heads, kv_heads, dim;
+  float eps, attention_scale, attention_softcap /* 0: none */, residual_multiplier;
+  Activation activation;
+};
+
+// The pool: keys and values of a layer are [blocks, kv_heads, block_size, dim] each.
+struct Pool {
+  Kind kind;
+  int64_t block_size;
+  char* data;
+  int64_t layer_bytes;  // from one layer's keys to the next layer's
+  int64_t value_bytes;  // from a layer's keys to its values
+  void* keys(int64_t layer) const { return data + layer * layer_bytes; }
+  void* values(int64_t layer) const { return data + layer * layer_bytes + value_bytes; }
+};
+
+// The rows of a step; names and meaning as in model/inputs.py.
+struct Rows {
+  int64_t tokens, rows;
+  const int64_t *blocks, *offsets;                    // [tokens]
+  const int64_t *row_starts, *starts, *counts;        // [rows]
+  const int64_t* tables;                              // [rows, table_stride]
+  int64_t table_stride;
+};
+
+// Part of an attention: queries of one row that share a key head, over a span of its keys.
+struct Item {
+  int32_t row, head;
+  int32_t first, count;   // queries, within the row
+  int64_t begin, end;     // keys
+  int64_t part;           // where its unfinished result goes, in floats; -1: it has all the keys and writes the result
+};
+
+// The parts of one group of queries, to be put together.
+struct Merge {
+  int32_t row, head, first, count;
+  int64_t part;   // the first of them
+  int32_t parts;
+};
+
+struct Rotary {
+  const float *cos, *sin;  // [tokens, half]
+  int64_t half;
+};
+
+// All threads of a region meet here. They spin, because a phase lasts microseconds; a thread that shares its core with
+// another process gives way after a while.
+class Barrier {
+ public:
+  void wait(int threads) {
+    if (threads == 1) return;
+    const uint32_t round = round_.load(std::memory_order_relaxed);
+    if (arrived_.fetch_add(1, std::memory_order_acq_rel) == threads - 1) {
+      arrived_.store(0, std::memory_order_relaxed);
+      round_.store(round + 1, std::memory_order_release);
+      return;
+    }
+    for (int spins = 0; round_.load(std::memory_order_acquire) == round; spins++) pause(spins);
+  }
+
+ private:
+  static void pause(int spins) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+    if (spins > 1 << 12) sched_yield();
+  }
+
+  alignas(64) std::atomic<int> arrived_{0};
+  alignas(64) std::atomic<uint32_t> round_{0};
+};
+
+// Buffers of a step, sized for the largest one, and what its threads share.
+struct Workspace {
+  float *normed, *qkv, *attended, *middle, *added;  // [tokens, their width]
+  void* encoded;
+  float* scales;                                    // [tokens]
+  float* parts;
+  const std::vector<Item>* items[2];                // of layers without a window, and with
+  const std::vector<Merge>* merges[2];
+  std::atomic<int64_t>* counters;                   // [layers], zero at the start
+  Barrier* barrier;
+};
+
+struct Thread {
+  int number, count;
+  void* scratch;
+};
+
+struct Decode {
+  const Geometry& geometry;
+  const Layer* layers;
+  int64_t num_layers;
+  const Pool& pool;
+  const Rows& rows;
+  const Rotary* rotaries;
+  float* x;  // [tokens, hidden], the residual stream
+  const Workspace& workspace;
+};
+
+// Attention alone, over one layer of a pool.
+struct Attended {
+  const float* query;  // [tokens, query_stride], head h at h * dim
+  int64_t query_stride;
+  float* out;          // [tokens, heads * dim]
+  const void *keys, *values;
+  int64_t block_size, heads, kv_heads, dim, window;
+  float scale, softcap;
+  float* parts;
+  int64_t shared() const { return heads / kv_heads; }
+};
+
+// What one instruction set offers. Everything with a Thread is called by all threads of a region.
+struct Kernels {
+  const char* name;
+  int64_t largest_head, most_shared, head_multiple;  // what attention can do
+  int64_t scratch_bytes;                             // per thread
+  int64_t panel;                                     // outputs of a panel
+  int64_t (*panel_count)(bool gated, int64_t outputs);
+  int64_t (*panel_bytes)(Kind kind, int64_t inputs);
+  int64_t (*encoded_bytes)(Kind kind, int64_t inputs);
+  int64_t (*source_row)(const Matrix& m, int64_t panel, int lane);
+  void (*pack_panel)(const Matrix& m, int64_t panel, const float* weight);
+  void (*encode)(const Matrix& m, const Operand& x, int64_t row);
+  void (*multiply)(const Matrix& m, const Operand& x, int64_t rows, float* y, const Thread& t);
+  int64_t (*cut)(const Rows& rows, const Geometry& g, int64_t window, std::vector<Item>& items,
+                 std::vector<Merge>& merges);
+  void (*attend)(const Attended& a, Kind kind, const Rows& rows, const std::vector<Item>& items,
+                 const std::vector<Merge>& merges, std::atomic<int64_t>& counter, Barrier& barrier, const Thread& t);
+  void (*decode)(const Decode& d, const Thread& t);
+};
+
+}  // namespace octavo

@@ -1,0 +1,209 @@
+// One step of the decoder family, all layers, in one parallel region: every thread runs `decode`, in phases that end at
+// a barrier. Arrangement and arithmetic are those of model/decoder.py, which is the oracle.
+//
+//   rows     norm, and what the next matrix wants as its operand     threads take every n-th row
+//   panels   matrix product, its epilogue in the same pass           threads take ranges of panels
+//   items    attention                                              threads take the next item from a counter
+#pragma once
+
+#include "attention.h"
+#include "gemm.h"
+
+namespace OCTAVO_ISA {
+
+using octavo::Activation;
+using octavo::Geometry;
+using octavo::Layer;
+using octavo::Norm;
+using octavo::Thread;
+using octavo::Workspace;
+
+inline float inverse_rms(const float* x, int64_t size, float eps) {
+  vf squares = {};
+  int64_t i = 0;
+  for (; i + W <= size; i += W) squares += load<vf>(x + i) * load<vf>(x + i);
+  float total = sum(squares);
+  for (; i < size; i++) total += x[i] * x[i];
+  return 1.0f / std::sqrt(total / float(size) + eps);
+}
+
+// to = x / rms(x) · weight. `to` may be x.
+inline void rms_norm(const float* x, const float* weight, int64_t size, float eps, float* to) {
+  const float factor = inverse_rms(x, size, eps);
+  int64_t i = 0;
+  for (; i + W <= size; i += W) store(to + i, load<vf>(x + i) * factor * load<vf>(weight + i));
+  for (; i < size; i++) to[i] = x[i] * factor * weight[i];
+}
+
+inline void rotate(float* head, const float* cos, const float* sin, int64_t half) {
+  float* second = head + half;
+  int64_t i = 0;
+  for (; i + W <= half; i += W) {
+    vf a = load<vf>(head + i), b = load<vf>(second + i), c = load<vf>(cos + i), s = load<vf>(sin + i);
+    store(head + i, a * c - b * s);
+    store(second + i, b * c + a * s);
+  }
+  for (; i < half; i++) {
+    float a = head[i], b = second[i];
+    head[i] = a * cos[i] - b * sin[i], second[i] = b * cos[i] + a * sin[i];
+  }
+}
+
+template <class Stored>
+inline void write_head(void* to, int64_t at, const float* from, int64_t dim) {
+  for (int64_t d = 0; d < dim; d += W) narrow((Stored*)to + at + d, load<vf>(from + d));
+}
+
+inline void write_head(Kind kind, void* to, int64_t at, const float* from, int64_t dim) {
+  switch (kind) {
+    case Kind::f32: return write_head<float>(to, at, from, dim);
+    case Kind::f16: return write_head<f16>(to, at, from, dim);
+    default: return write_head<bf16>(to, at, from, dim);
+  }
+}
+
+inline void attend_all(const Attended& a, Kind kind, const Rows& rows, const std::vector<Item>& items,
+                       const std::vector<Merge>& merges, std::atomic<int64_t>& counter, octavo::Barrier& barrier,
+                       const Thread& t) {
+  Scratch& scratch = *(Scratch*)t.scratch;
+  const int64_t count = int64_t(items.size());
+  for (int64_t i; (i = counter.fetch_add(1, std::memory_order_relaxed)) < count;) switch (kind) {
+      case Kind::f32: attend<float>(a, rows, items[i], scratch); break;
+      case Kind::f16: attend<f16>(a, rows, items[i], scratch); break;
+      default: attend<bf16>(a, rows, items[i], scratch); break;
+    }
+  barrier.wait(t.count);
+  if (merges.empty()) return;
+  for (size_t i = t.number; i < merges.size(); i += t.count) merge(a, rows, merges[i]);
+  barrier.wait(t.count);
+}
+
+inline void store_lanes(const Matrix& m, float* row, int64_t panel, const float* values) {
+  const int64_t lanes = std::min<int64_t>(PANEL, m.outputs - panel * PANEL);
+  std::memcpy(row + panel * PANEL, values, lanes * sizeof(float));
+}
+
+// A thread's share of a matrix's panels.
+template <class Finish>
+inline void multiply_share(const Matrix& m, const Operand& x, int64_t rows, const Thread& t, Finish finish) {
+  multiply_panels(m, x, rows, m.panels * t.number / t.count, m.panels * (t.number + 1) / t.count, finish);
+}
+
+struct Step : octavo::Decode {
+  const Geometry& g = geometry;
+  const Workspace& w = workspace;
+
+  void meet(const Thread& t) const { w.barrier->wait(t.count); }
+
+  Operand operand(const float* from, int64_t stride) const { return {from, stride, w.encoded, w.scales}; }
+
+  // What `m` multiplies: x, normed where there is a norm. Threads take every n-th row.
+  Operand prepare(const Thread& t, const Norm& norm, const Matrix& m) const {
+    const Operand to = operand(norm.weight ? w.normed : x, g.hidden);
+    for (int64_t row = t.number; row < rows.tokens; row += t.count) {
+      if (norm.weight) rms_norm(x + row * g.hidden, norm.weight, g.hidden, g.eps, w.normed + row * g.hidden);
+      encode(m, to, row);
+    }
+    meet(t);
+    return to;
+  }
+
+  Operand prepare(const Thread& t, const float* from, const Matrix& m) const {
+    const Operand to = operand(from, m.inputs);
+    if (!encoded_bytes(m.kind, m.inputs)) return to;
+    for (int64_t row = t.number; row < rows.tokens; row += t.count) encode(m, to, row);
+    meet(t);
+    return to;
+  }
+
+  template <class Finish>
+  void multiply(const Thread& t, const Matrix& m, const Operand& from, Finish finish) const {
+    multiply_share(m, from, rows.tokens, t, finish);
+    meet(t);
+  }
+
+  // x += multiplier · norm(product), the norm where there is one.
+  void add(const Thread& t, const Matrix& m, const Operand& from, const Norm& norm) const {
+    const float multiplier = g.residual_multiplier;
+    if (!norm.weight) {
+      multiply(t, m, from, [&](int64_t row, int64_t panel, const float* values) {
+        const int64_t lanes = std::min<int64_t>(PANEL, m.outputs - panel * PANEL);
+        float* to = x + row * g.hidden + panel * PANEL;
+        for (int64_t j = 0; j < lanes; j++) to[j] += values[j] * multiplier;
+      });
+      return;
+    }
+    multiply(t, m, from, [&](int64_t row, int64_t panel, const float* values) {
+      store_lanes(m, w.added + row * g.hidden, panel, values);
+    });
+    for (int64_t row = t.number; row < rows.tokens; row += t.count) {
+      float* added = w.added + row * g.hidden;
+      rms_norm(added, norm.weight, g.hidden, g.eps, added);
+      for (int64_t i = 0; i < g.hidden; i++) x[row * g.hidden + i] += added[i] * multiplier;
+    }
+    meet(t);
+  }
+
+  // Norms and rotation of queries and keys in place; keys and values to the pool.
+  void heads(const Thread& t, const Layer& layer, int64_t number) const {
+    const int64_t q = g.heads * g.dim, kv = g.kv_heads * g.dim, width = q + 2 * kv;
+    for (int64_t row = t.number; row < rows.tokens; row += t.count) {
+      float* qkv = w.qkv + row * width;
+      if (layer.q_full.weight) {
+        rms_norm(qkv, layer.q_full.weight, q, g.eps, qkv);
+        rms_norm(qkv + q, layer.k_full.weight, kv, g.eps, qkv + q);
+      }
+      const int64_t at = (rows.blocks[row] * g.kv_heads * pool.block_size + rows.offsets[row]) * g.dim;
+      for (int64_t head = 0; head < g.heads + g.kv_heads; head++) {
+        float* values = qkv + head * g.dim;
+        if (layer.qk_heads.weight)
+          rms_norm(values, layer.qk_heads.weight + head * g.dim, g.dim, g.eps, values);
+        if (layer.rope >= 0) {
+          const octavo::Rotary& r = rotaries[layer.rope];
+          rotate(values, r.cos + row * r.half, r.sin + row * r.half, r.half);
+        }
+      }
+      for (int64_t head = 0; head < g.kv_heads; head++) {
+        const int64_t to = at + head * pool.block_size * g.dim;
+        write_head(pool.kind, pool.keys(number), to, qkv + q + head * g.dim, g.dim);
+        write_head(pool.kind, pool.values(number), to, qkv + q + kv + head * g.dim, g.dim);
+      }
+    }
+    meet(t);
+  }
+
+  void attention(const Thread& t, const Layer& layer, int64_t number) const {
+    const int64_t width = (g.heads + 2 * g.kv_heads) * g.dim;
+    const Attended attended{w.qkv, width, w.attended, pool.keys(number), pool.values(number), pool.block_size,
+                            g.heads, g.kv_heads, g.dim, layer.window, g.attention_scale, g.attention_softcap, w.parts};
+    attend_all(attended, pool.kind, rows, *w.items[layer.window != 0], *w.merges[layer.window != 0],
+               w.counters[number], *w.barrier, t);
+  }
+
+  void gate(const Thread& t, const Matrix& m, const Operand& from) const {
+    multiply(t, m, from, [&](int64_t row, int64_t panel, const float* values) {
+      const vf gate = load<vf>(values), up = load<vf>(values + W);
+      const vf result = (g.activation == Activation::silu ? silu(gate) : gelu_tanh(gate)) * up;
+      const int64_t lanes = std::min<int64_t>(W, m.outputs - panel * W);
+      std::memcpy(w.middle + row * g.intermediate + panel * W, &result, lanes * sizeof(float));
+    });
+  }
+
+  void run(const Thread& t) const {
+    for (int64_t number = 0; number < num_layers; number++) {
+      const Layer& layer = layers[number];
+      const int64_t width = (g.heads + 2 * g.kv_heads) * g.dim;
+      multiply(t, layer.qkv, prepare(t, layer.before_attention, layer.qkv),
+               [&](int64_t row, int64_t panel, const float* values) {
+                 store_lanes(layer.qkv, w.qkv + row * width, panel, values);
+               });
+      heads(t, layer, number);
+      attention(t, layer, number);
+      add(t, layer.output, prepare(t, w.attended, layer.output), layer.after_attention);
+      gate(t, layer.gate_up, prepare(t, layer.before_mlp, layer.gate_up));
+      add(t, layer.down, prepare(t, w.middle, layer.down), layer.after_mlp);
+    }
+  }
+};
+
+}  // namespace OCTAVO_ISA

@@ -1,0 +1,127 @@
+"""The compiled attention against a loop in float64, over any batch; no slot that nobody wrote is read."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from model.attention.cpu import CpuAttention
+from model.attention.reference import ReferenceAttention
+from model.kernels.loaded import Kernels
+from tests.model.test_attention_reference import LAYER, Scene, naive, scene
+
+Rows = list[tuple[int, int]]
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-5, torch.bfloat16: 1e-5}
+"""Largest error of an element, queries, keys and values being of size 1: the pool's rounding is in the oracle too."""
+
+
+def attend(kernels: Kernels, made: Scene, scale: float, window: int | None, softcap: float | None) -> torch.Tensor:
+    return CpuAttention(kernels)(
+        made.query, made.storage, LAYER, made.inputs, scale=scale, window=window, softcap=softcap
+    )
+
+
+def check(
+    kernels: Kernels,
+    rows: Rows,
+    *,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    size: int = 16,
+    window: int | None = None,
+    softcap: float | None = None,
+    kv: torch.dtype = torch.float32,
+) -> None:
+    assert kernels.ops.attends(heads, kv_heads, dim)
+    made = scene(rows, heads=heads, kv_heads=kv_heads, dim=dim, size=size, kv=kv)
+    made.storage.data[0].fill_(torch.nan)  # another layer
+    scale = 1.3 / math.sqrt(dim)
+    out = attend(kernels, made, scale, window, softcap)
+    exact = naive(made, rows, scale, window, softcap)
+    torch.testing.assert_close(out.double(), exact, rtol=1e-4, atol=TOLERANCE[kv])
+
+
+def test_any_batch(kernels: Kernels) -> None:
+    @settings(max_examples=40, deadline=None)
+    @given(
+        rows=st.lists(
+            st.tuples(st.integers(0, 150), st.integers(1, 60)) | st.tuples(st.integers(0, 300), st.just(1)),
+            min_size=1,
+            max_size=6,
+        ),
+        window=st.none() | st.integers(1, 100),
+        softcap=st.none() | st.sampled_from([0.7, 20.0]),
+        kv_heads=st.sampled_from([1, 2, 3]),
+        group=st.integers(1, 8),
+        dim=st.sampled_from([16, 64, 80, 128, 256]),
+        size=st.sampled_from([16, 32, 64]),
+        kv=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    )
+    def examples(
+        rows: Rows,
+        window: int | None,
+        softcap: float | None,
+        kv_heads: int,
+        group: int,
+        dim: int,
+        size: int,
+        kv: torch.dtype,
+    ) -> None:
+        check(
+            kernels,
+            rows,
+            heads=kv_heads * group,
+            kv_heads=kv_heads,
+            dim=dim,
+            size=size,
+            window=window,
+            softcap=softcap,
+            kv=kv,
+        )
+
+    examples()
+
+
+@pytest.mark.parametrize("window", [None, 1500])
+def test_long_contexts_are_put_together_from_spans(kernels: Kernels, window: int | None) -> None:
+    check(
+        kernels, [(2500, 1), (1023, 1), (1024, 1), (1020, 20), (2040, 30)], heads=6, kv_heads=2, dim=64, window=window
+    )
+
+
+def test_a_row_is_the_same_alone_and_among_others(kernels: Kernels) -> None:
+    """Also where its context is cut into spans: the cuts depend on the row alone."""
+    rows = [(1500, 1), (37, 1), (0, 40), (90, 1)]
+    together = scene(rows, heads=6, kv_heads=2, dim=64)
+    out = attend(kernels, together, 0.1, None, None)
+    for number, (start, count) in enumerate(rows):
+        alone = scene([(start, count)], heads=6, kv_heads=2, dim=64)
+        first = sum(count for _, count in rows[:number])
+        alone.query = together.query[first : first + count]
+        alone.storage.data[:, :, 1:] = 0
+        table = together.inputs.tables[number][: -(-(start + count) // 16)]
+        blocks = torch.from_numpy(table)
+        alone.storage.data[:, :, torch.from_numpy(alone.inputs.tables[0])] = together.storage.data[:, :, blocks]
+        assert torch.equal(attend(kernels, alone, 0.1, None, None), out[first : first + count])
+
+
+def test_a_row_with_broken_numbers_breaks_no_other(kernels: Kernels) -> None:
+    made = scene([(40, 1), (20, 1), (0, 30)], heads=4, kv_heads=2, dim=64)
+    made.query[1, 2, 5] = torch.nan
+    out = attend(kernels, made, 0.1, None, None)
+    assert out[1, 2].isnan().all()
+    out[1, 2] = 0
+    assert out.isfinite().all()
+
+
+def test_heads_that_do_not_fit_go_to_the_reference(kernels: Kernels) -> None:
+    for heads, kv_heads, dim in ((49, 1, 64), (4, 2, 12), (2, 1, 320)):
+        assert not kernels.ops.attends(heads, kv_heads, dim)
+        made = scene([(20, 1), (0, 9)], heads=heads, kv_heads=kv_heads, dim=dim)
+        expected = ReferenceAttention()(made.query, made.storage, LAYER, made.inputs, scale=0.1)
+        assert torch.equal(attend(kernels, made, 0.1, None, None), expected)
