@@ -28,6 +28,14 @@ ALL_FAILED, BAD_START, INTERRUPTED = 1, 2, 130
 def main(argv: Sequence[str]) -> int:
     """The exit status: 0; 1 where every request failed, or no stream ran beside the long prompt; 2 where the run could
     not start, with one line why."""
+    if argv[:1] == ["compare"]:
+        from loadtest.compare import main as compare
+
+        return compare(argv[1:])
+    if argv[:1] == ["export"]:
+        from loadtest.export import main as export
+
+        return export(argv[1:])
     parser = make_parser()
     args = parser.parse_args(argv)
     check(parser, args)

@@ -20,6 +20,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "octavo bench",
         description="Measure an OpenAI-compatible server, or with --engine the engine alone, in this process.",
+        epilog="octavo bench compare: this server and others in turn. octavo bench export: a GGUF model for others.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         argument_default=None,
     )
@@ -33,38 +34,36 @@ def make_parser() -> argparse.ArgumentParser:
     add("--api-key", help="without it, OPENAI_API_KEY from the environment")
     add("--header", action="append", default=[], type=_pair, metavar="KEY=VALUE", help="a header more; repeatable")
     add("--extra-body", type=_json_object, metavar="JSON", help="more fields of every request's body")
-    add("--request-timeout", type=_positive(float), default=6 * 3600.0, help="seconds for one whole answer")
+    add("--request-timeout", type=positive(float), default=6 * 3600.0, help="seconds for one whole answer")
 
     load = parser.add_argument_group("load").add_argument
-    load("--num-prompts", type=_positive(int), default=1000, help="requests to send")
-    load(
-        "--max-concurrency", type=_positive(int), help="requests in flight at most; closed loop without --request-rate"
-    )
-    load("--request-rate", type=_positive(float), default=math.inf, help="requests a second, in open loop")
-    load("--burstiness", type=_positive(float), default=1.0, help="shape of the gaps; 1: Poisson, less: burstier")
+    load("--num-prompts", type=positive(int), default=1000, help="requests to send")
+    load("--max-concurrency", type=positive(int), help="requests in flight at most; closed loop without --request-rate")
+    load("--request-rate", type=positive(float), default=math.inf, help="requests a second, in open loop")
+    load("--burstiness", type=positive(float), default=1.0, help="shape of the gaps; 1: Poisson, less: burstier")
     load("--ramp-up-strategy", choices=["linear", "exponential"], help="let the rate grow, instead of --request-rate")
-    load("--ramp-up-start-rps", type=_positive(float), help="rate of the first request")
-    load("--ramp-up-end-rps", type=_positive(float), help="rate of the last request")
+    load("--ramp-up-start-rps", type=positive(float), help="rate of the first request")
+    load("--ramp-up-end-rps", type=positive(float), help="rate of the last request")
     load(
         "--long-prompt-len",
-        type=_positive(int),
+        type=positive(int),
         help="instead: --max-concurrency streams, and how their gaps change while one prompt of so many tokens arrives",
     )
-    load("--num-warmups", type=_natural, default=0, help="requests before the measured ones, with prompts of their own")
+    load("--num-warmups", type=natural, default=0, help="requests before the measured ones, with prompts of their own")
     load("--seed", type=int, default=0, help="of prompts and gaps; a prompt sent again may come from a cache")
 
     data = parser.add_argument_group("workload").add_argument
     data("--dataset-name", choices=DATASETS, default="random", help="what is asked")
     data("--dataset-path", help="the ShareGPT file; without it, random tokens with lengths like ShareGPT's")
-    data("--random-input-len", type=_positive(int), default=1024, help="tokens of a random prompt")
-    data("--random-output-len", type=_positive(int), default=128, help="tokens of its answer")
+    data("--random-input-len", type=positive(int), default=1024, help="tokens of a random prompt")
+    data("--random-output-len", type=positive(int), default=128, help="tokens of its answer")
     data("--random-range-ratio", type=_share, default=0.0, help="lengths vary by this share, both ways")
-    data("--prefix-repetition-prefix-len", type=_positive(int), default=256, help="tokens of each shared beginning")
-    data("--prefix-repetition-suffix-len", type=_positive(int), default=256, help="tokens of each own end")
-    data("--prefix-repetition-num-prefixes", type=_positive(int), default=10, help="different beginnings")
-    data("--prefix-repetition-output-len", type=_positive(int), default=128, help="tokens of each answer")
-    data("--sharegpt-output-len", type=_positive(int), help="instead of the recorded answers' lengths")
-    data("--vocab-size", type=_positive(int), help="without it, asked from the server, else 32000")
+    data("--prefix-repetition-prefix-len", type=positive(int), default=256, help="tokens of each shared beginning")
+    data("--prefix-repetition-suffix-len", type=positive(int), default=256, help="tokens of each own end")
+    data("--prefix-repetition-num-prefixes", type=positive(int), default=10, help="different beginnings")
+    data("--prefix-repetition-output-len", type=positive(int), default=128, help="tokens of each answer")
+    data("--sharegpt-output-len", type=positive(int), help="instead of the recorded answers' lengths")
+    data("--vocab-size", type=positive(int), help="without it, asked from the server, else 32000")
 
     sampling = parser.add_argument_group("sampling").add_argument
     sampling("--temperature", type=float, default=0.0, help="0: greedy")
@@ -91,11 +90,11 @@ def make_parser() -> argparse.ArgumentParser:
     engine("--quantization", default=None, choices=["int8"], help="of the weights; by default none")
     engine("--kv-cache-dtype", default="auto", help="of keys and values")
     engine("--kv-cache-memory", type=_bytes, metavar="BYTES", help="of the pool, e.g. 4GiB")
-    engine("--block-size", type=_positive(int), default=16, help="tokens of a block")
-    engine("--max-model-len", type=_positive(int), help="longest sequence")
-    engine("--max-num-seqs", type=_positive(int), default=64, help="rows of a step at most")
-    engine("--max-num-batched-tokens", type=_positive(int), help="tokens of a step at most")
-    engine("--target-step-time", type=_positive(float), default=0.1, help="seconds of a step with a chunk, on a CPU")
+    engine("--block-size", type=positive(int), default=16, help="tokens of a block")
+    engine("--max-model-len", type=positive(int), help="longest sequence")
+    engine("--max-num-seqs", type=positive(int), default=64, help="rows of a step at most")
+    engine("--max-num-batched-tokens", type=positive(int), help="tokens of a step at most")
+    engine("--target-step-time", type=positive(float), default=0.1, help="seconds of a step with a chunk, on a CPU")
     engine("--num-speculative-tokens", type=_natural, default=8, help="tokens guessed at most; 0: no speculation")
     engine("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True, help="share prefixes")
     return parser
@@ -120,7 +119,9 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         parser.error("--engine always generates to the full length")
 
 
-def _positive(kind: Callable[[str], N]) -> Callable[[str], N]:
+def positive(kind: Callable[[str], N]) -> Callable[[str], N]:
+    """An argparse type: a number above 0."""
+
     def parse(text: str) -> N:
         value = kind(text)
         if not value > 0:
@@ -131,7 +132,8 @@ def _positive(kind: Callable[[str], N]) -> Callable[[str], N]:
     return parse
 
 
-def _natural(text: str) -> int:
+def natural(text: str) -> int:
+    """An argparse type: a whole number from 0 on."""
     if (value := int(text)) < 0:
         raise argparse.ArgumentTypeError(f"{text} is below 0")
     return value
@@ -191,4 +193,4 @@ def _limit(text: str) -> tuple[str, float]:
     name, _, value = text.partition(":")
     if name not in GOODPUT:
         raise argparse.ArgumentTypeError(f"{text!r} does not begin with {', '.join(GOODPUT)} and a colon")
-    return name, _positive(float)(value)
+    return name, positive(float)(value)

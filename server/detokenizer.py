@@ -50,7 +50,7 @@ class Detokenizer:
         return self._decoder.decode(data)
 
     def finish(self) -> str:
-        """What is left at the end: U+FFFD for an incomplete character, twice for the beginning of a surrogate, else ""."""
+        """What is left at the end: "", or U+FFFD for an incomplete character (two for the beginning of a surrogate)."""
         return self._decoder.decode(b"", True)
 
     @property

@@ -81,7 +81,9 @@ class Settings(BaseSettings):
     )
     device: Literal["auto", "cpu", "cuda"] = flag("auto", "Model", "where the model runs")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = flag(
-        "auto", "Model", "type of the weights; auto: bfloat16, or float32 on a CPU without kernels and 16-bit instructions"
+        "auto",
+        "Model",
+        "type of the weights; auto: bfloat16, but float32 on a CPU without kernels and without bfloat16",
     )
     quantization: Literal["int8"] | None = flag(
         None, "Model", "int8: quantise the matrices as they are loaded, on a CPU; by default not"

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from loadtest.compare import make_parser as make_compare_parser
 from loadtest.options import check, make_parser
 from server.cli import add_serve_arguments
 from server.settings import Settings, load_settings
@@ -73,6 +74,8 @@ def test_commands_are_understood(root: Path, name: str) -> None:
             parser = argparse.ArgumentParser(exit_on_error=False)
             add_serve_arguments(parser)
             load_settings(vars(parser.parse_args(words)))
+        elif words[:1] == ["compare"]:
+            make_compare_parser().parse_args(words[1:])
         else:
             bench = make_parser()
             check(bench, bench.parse_args(words))
