@@ -213,16 +213,13 @@ class KVPool:
         that writes to these blocks must be finished, or enqueued before whatever writes to them next.
         """
         for block in reversed(table.blocks):
-            left = self._refs[block] - 1
-            self._refs[block] = left
-            if left:
-                self._surplus -= 1
-            elif self._nodes[block] is None:
-                self._blocks.put_oldest(block)
-            else:
-                self._blocks.put_newest(block)
-                self._cached += 1
+            self._give_up(block)
         table.clear()
+
+    def trim(self, table: BlockTable, num_tokens: int) -> None:
+        """Give up the blocks behind the first `num_tokens` tokens; commit must not have seen them."""
+        for _ in range(-(-num_tokens // self.block_size), len(table.blocks)):
+            self._give_up(table.blocks.pop())
 
     # ---- figures and checks ----
 
@@ -300,6 +297,17 @@ class KVPool:
             node = self._nodes[block]
             if len(link.payload) != self.block_size * TOKEN_BYTES or (node and not same_prefix(node, link)):
                 raise PoolCorrupt(f"block {block} is registered for other tokens than its table's")
+
+    def _give_up(self, block: int) -> None:
+        left = self._refs[block] - 1
+        self._refs[block] = left
+        if left:
+            self._surplus -= 1
+        elif self._nodes[block] is None:
+            self._blocks.put_oldest(block)
+        else:
+            self._blocks.put_newest(block)
+            self._cached += 1
 
     def _take(self) -> int:
         block = self._blocks.take()

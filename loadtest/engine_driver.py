@@ -53,6 +53,8 @@ class EngineRun:
     steps: list[Step]
     duration: float
     preemptions: int
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 def measure_engine(args: argparse.Namespace) -> tuple[Ready, EngineRun]:
@@ -74,6 +76,7 @@ def measure_engine(args: argparse.Namespace) -> tuple[Ready, EngineRun]:
             block_size=args.block_size,
             enable_prefix_caching=args.enable_prefix_caching,
             target_step_time=args.target_step_time,
+            num_speculative_tokens=args.num_speculative_tokens,
         ),
         lambda stage, detail: print(f"{stage}: {detail}", file=sys.stderr),
     )
@@ -123,13 +126,20 @@ def drive(engine: Steps, requests: Sequence[Submit], concurrency: int, done: Cal
                     model_seconds=stats.step_seconds,
                     rows=stats.step_rows,
                     prompt_tokens=chunks,
-                    decodes=stats.step_tokens - chunks,
+                    decodes=stats.step_tokens - chunks - (stats.drafted_tokens - last.drafted_tokens),
                     blocks=stats.blocks_active,
                     tokens=stats.tokens_active,
                 )
             )
         last = stats
-    return EngineRun(outcomes, steps, clock() - began, last.preemptions - first.preemptions)
+    return EngineRun(
+        outcomes,
+        steps,
+        clock() - began,
+        last.preemptions - first.preemptions,
+        last.drafted_tokens - first.drafted_tokens,
+        last.accepted_tokens - first.accepted_tokens,
+    )
 
 
 def _apply(output: StepOutput, live: dict[int, Outcome], now: float) -> list[Outcome]:
@@ -142,7 +152,8 @@ def _apply(output: StepOutput, live: dict[int, Outcome], now: float) -> list[Out
         outcome = live[id]
         if token >= 0:
             outcome.output_tokens += 1
-            outcome.arrivals.append(now)
+            if outcome.arrivals[-1:] != [now]:  # A right draft brings several tokens at once.
+                outcome.arrivals.append(now)
         if finish != FinishReason.RUNNING:
             outcome.end = now
             if finish == FinishReason.ERROR:
@@ -177,6 +188,8 @@ def step_table(run: EngineRun, block_size: int) -> str:
         row("Peak blocks in use:", max(step.blocks for step in run.steps)),
         row("Slots in use that hold no token (%):", 100 * (1 - sum(s.tokens for s in run.steps) / max(slots, 1))),
         row("Preemptions:", run.preemptions),
+        row("Draft tokens:", run.drafted_tokens),
+        row("Draft tokens that were right:", run.accepted_tokens),
         "=" * 50,
     ]
     return "\n".join(lines)

@@ -95,6 +95,7 @@ def make_parser() -> argparse.ArgumentParser:
     engine("--max-num-seqs", type=positive(int), default=64, help="rows of a step at most")
     engine("--max-num-batched-tokens", type=positive(int), help="tokens of a step at most")
     engine("--target-step-time", type=positive(float), default=0.1, help="seconds of a step with a chunk, on a CPU")
+    engine("--num-speculative-tokens", type=natural, default=8, help="tokens guessed at most; 0: no speculation")
     engine("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True, help="share prefixes")
     return parser
 

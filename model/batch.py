@@ -5,6 +5,9 @@ A row is one sequence's part of a step; prefill, chunk, decode and resume differ
         tokens   p p p p p p p p g g            p: prompt, g: generated
                  └ cached ┘└ count ┘
                           start    start + count == len(tokens): the last logits draw a token
+
+A row that draws may carry a draft, guessed tokens behind its last one (`model.speculation`): it then draws after each
+of them too, as far as the guesses are right.
 """
 
 from __future__ import annotations
@@ -15,8 +18,7 @@ from typing import Protocol
 from model.params import Logprob, SamplingParams
 
 NO_TOKEN = -1
-"""The row drew no token: its chunk ends before the end of its sequence, or it may generate none. From a row that
-samples: its masks leave no token, and the sequence must end."""
+"""The row's masks leave no token to draw, and its sequence must end; or there is none to send."""
 BAD_LOGITS = -2
 """The row's logits were not finite; its request must fail, its neighbours must not."""
 
@@ -38,6 +40,8 @@ class Row:
     """Number of the sequence within its request; its random stream."""
     samples: bool = True
     """Whether a token is drawn after the row's last token."""
+    draft: list[int] = field(default_factory=list)
+    """Tokens guessed to follow; computed too, so `blocks` covers them. Only where start + count == len(tokens)."""
 
 
 @dataclass(slots=True)
@@ -52,10 +56,11 @@ class Batch:
 class StepResult:
     """What a step computed; every list has one entry per row of the batch."""
 
-    tokens: list[int]
-    """Sampled id, NO_TOKEN or BAD_LOGITS."""
-    logprobs: list[Logprob | None]
-    """Of the sampled token, where `params.logprobs` asks for it."""
+    tokens: list[list[int]]
+    """What the row drew: the beginning of its draft that it would have drawn anyway, and one token more, which may be
+    NO_TOKEN or BAD_LOGITS. Empty where the row draws nothing."""
+    logprobs: list[list[Logprob]]
+    """Of those that are tokens, where `params.logprobs` asks for it; else empty."""
     prompt_logprobs: list[list[Logprob] | None]
     """Where `params.prompt_logprobs` asks for it: for every computed position p with p + 1 < prompt_len, in order,
     the logprob of tokens[p + 1]."""

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from kvpool.storage import KVStorage
 from model.attention.reference import clean
-from model.batch import NO_TOKEN, Batch, Pending, Row, StepResult
+from model.batch import Batch, Pending, Row, StepResult
 from model.decoder import Model
 from model.inputs import InputBuilder, draws
 from model.logprobs import prompt_logprobs
 from model.params import Logprob
 from model.sampler import Sampler
+from model.speculation import agreed, positions
 
 PROMPT_ROWS = 64
 """Prompt positions whose logits exist at once."""
@@ -41,22 +42,26 @@ class Runner:
             if self.model.reads_unwritten:
                 clean(self.storage, inputs.opened)
             hidden = self.model.forward(inputs, self.storage)
-            drawing = [row for row in batch.rows if draws(row)]
-            logits = self.model.logits(hidden.index_select(0, inputs.sampled)) if drawing else None
+            logits = self.model.logits(hidden.index_select(0, inputs.sampled)) if len(inputs.sampled) else None
             prompts = self._prompts(batch.rows, inputs.row_starts.tolist(), hidden)
-        return Step(lambda: self._collect(batch.rows, drawing, logits, prompts))
+        return Step(lambda: self._collect(batch.rows, logits, prompts))
 
     def _collect(
-        self, rows: list[Row], drawing: list[Row], logits: Tensor | None, prompts: dict[int, tuple[Tensor, list[int]]]
+        self, rows: list[Row], logits: Tensor | None, prompts: dict[int, tuple[Tensor, list[int]]]
     ) -> StepResult:
-        result = StepResult([NO_TOKEN] * len(rows), [None] * len(rows), [None] * len(rows))
+        result = StepResult([[] for _ in rows], [[] for _ in rows], [None] * len(rows))
         with torch.inference_mode():
             if logits is not None:
-                tokens, logprobs = self._sampler.sample(logits, drawing)
-                numbers = [number for number, row in enumerate(rows) if draws(row)]
-                for number, token, logprob in zip(numbers, tokens, logprobs, strict=True):
-                    result.tokens[number] = token
-                    result.logprobs[number] = logprob
+                drawing = [number for number, row in enumerate(rows) if draws(row)]
+                tokens, logprobs = self._sampler.sample(logits, [p for n in drawing for p in positions(rows[n])])
+                begin = 0
+                for number in drawing:
+                    draft = rows[number].draft
+                    end = begin + 1 + len(draft)
+                    drawn = agreed(draft, tokens[begin:end])
+                    result.tokens[number] = drawn
+                    result.logprobs[number] = [v for v in logprobs[begin : begin + len(drawn)] if v is not None]
+                    begin = end
             for number, row in enumerate(rows):
                 if row.params.prompt_logprobs is not None:
                     result.prompt_logprobs[number] = []

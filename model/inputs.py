@@ -57,11 +57,11 @@ class StepInputs:
         self.offsets: Tensor = packed[_OFFSETS]
         """[T]"""
         self.lengths: Tensor = packed[_LENGTHS]
-        """[T] known tokens of each token's sequence, computed or not."""
+        """[T] known tokens of each token's sequence, computed or not; of a draft, those up to the token itself."""
         self.opened = opened
         """Blocks that this step begins to write and does not fill: their unwritten slots must hold finite numbers."""
         self.sampled = sampled
-        """[S] index among the T tokens of the last token of every row that draws one."""
+        """[S] index among the T tokens of those behind which a token is drawn: a row's last one, and its draft."""
         self.device = packed.device
         self.block_size = block_size
         self.row_starts: Ints
@@ -69,7 +69,7 @@ class StepInputs:
         self.starts: Ints
         """[R] position of each row's first token."""
         self.counts: Ints
-        """[R]"""
+        """[R] drafts included."""
         self.contexts: Ints
         """[R] starts + counts."""
         self.tables: Ints
@@ -85,7 +85,7 @@ class StepInputs:
 
 
 def draws(row: Row) -> bool:
-    """Whether a token is drawn after the row: its last token is the last that is known."""
+    """Whether a token is drawn after the row: its last token, its draft aside, is the last that is known."""
     return row.samples and row.start + row.count == len(row.tokens)
 
 
@@ -104,7 +104,8 @@ class InputBuilder:
         """Pack a batch of at least one row. ValueError for more tokens than `max_tokens`, or a table that is short."""
         rows, size = batch.rows, self.block_size
         starts = np.array([row.start for row in rows], np.int64)
-        counts = np.array([row.count for row in rows], np.int64)
+        drafts = np.array([len(row.draft) for row in rows], np.int64)
+        counts = np.array([row.count for row in rows], np.int64) + drafts
         contexts = starts + counts
         row_starts = np.zeros(len(rows) + 1, np.int64)
         np.cumsum(counts, out=row_starts[1:])
@@ -122,6 +123,7 @@ class InputBuilder:
                 tokens.append(row.tokens[row.start])
             else:
                 tokens += row.tokens[row.start : row.start + row.count]
+            tokens += row.draft
 
         packed = self._packed[:, :total]
         packed[_TOKENS] = tokens
@@ -130,11 +132,13 @@ class InputBuilder:
         packed[_POSITIONS] = positions
         columns, packed[_OFFSETS] = np.divmod(positions, size)
         packed[_BLOCKS] = tables[owner, columns]
-        packed[_LENGTHS] = np.array([len(row.tokens) for row in rows], np.int64)[owner]
+        packed[_LENGTHS] = np.maximum(np.array([len(row.tokens) for row in rows], np.int64)[owner], positions + 1)
         # A block is opened by the token at its first slot; only a row's last block can stay unfilled.
         opens = (contexts % size != 0) & (starts <= contexts // size * size)
         opened = tables[opens, contexts[opens] // size]
-        sampled = row_starts[1:][[draws(row) for row in rows]] - 1
+        drawing = [draws(row) for row in rows]
+        widths = 1 + drafts[drawing]
+        sampled = np.repeat(row_starts[1:][drawing] - np.cumsum(widths), widths) + np.arange(widths.sum())
 
         inputs = StepInputs(self._move(packed), self._move(opened), self._move(sampled), size)
         inputs.row_starts, inputs.starts, inputs.counts, inputs.contexts = row_starts, starts, counts, contexts

@@ -39,6 +39,7 @@ def assemble(config: EngineConfig, progress: Callable[[str, str], None]) -> tupl
         max_num_batched_tokens=loaded.max_num_batched_tokens,
         max_model_len=loaded.max_model_len,
         rope_switch=loaded.rope_switch,
+        num_speculative_tokens=config.num_speculative_tokens,
         # A GPU's step time hardly depends on the chunk until the token budget is full: nothing to learn there.
         target_step_time=config.target_step_time if loaded.device.startswith("cpu") else None,
     )

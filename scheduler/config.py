@@ -28,3 +28,5 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     enable_prefix_caching: bool = True
     target_step_time: float = 0.1
     """On a CPU: seconds that a step with a prompt chunk in it should not exceed."""
+    num_speculative_tokens: int = 8
+    """Longest draft of a sequence, in tokens; 0: no speculation."""

@@ -7,12 +7,13 @@
 Two small least-squares fits with exponential forgetting, each fed only by the steps that say something about it: a
 long time without prompts must not make it forget what prompts cost. Errors are relative to the geometric mean of what
 was expected and what was measured, so a step that stalled for a minute moves little and a machine that stays slower is
-followed at once. Coefficients are never negative (projected Gauss-Seidel on the normal equations), and what no step
-tells apart stays as it was (Levenberg's damping).
+followed at once. Coefficients are never negative (projected Gauss-Seidel on the normal equations, behind one step that
+scales them all), and the ratio of what no step tells apart stays as it was (Levenberg's damping).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import sqrt
 
@@ -36,7 +37,7 @@ class Work:
     """What one step computes."""
 
     rows: int = 0
-    """Rows of one token."""
+    """Tokens of rows that decode: one each, and their drafts."""
     context: int = 0
     """Tokens in the pool that those rows read."""
     prefill: int = 0
@@ -60,7 +61,7 @@ class Fit:
         self._right = [0.0] * len(prior)
 
     def predict(self, features: tuple[float, ...]) -> float:
-        return sum(t * x for t, x in zip(self.theta, features, strict=True))
+        return _dot(self.theta, features)
 
     def observe(self, features: tuple[float, ...], value: float, scale: float) -> None:
         """`value` was measured; an error of `scale` > 0 counts as 100 %."""
@@ -70,12 +71,18 @@ class Fit:
             for j, other in enumerate(x):
                 row[j] = FORGETTING * row[j] + x[i] * other
         theta = self.theta
+        # First what all have in common: a machine that is faster than was thought is so at everything. Without this the
+        # first coefficient would take all of an error that no step tells apart, and its ratio to the others be lost.
+        known = _dot(theta, [_dot(row, theta) for row in self._gram])
+        if known > 0:
+            factor = _dot(theta, self._right) / known
+            theta[:] = [max(t * factor, floor) for t, floor in zip(theta, self._floor, strict=True)]
         before = theta.copy()
         for _ in range(SWEEPS):
             for i, row in enumerate(self._gram):
                 weight = row[i]
                 if weight > 0:
-                    missing = self._right[i] - sum(g * t for g, t in zip(row, theta, strict=True))
+                    missing = self._right[i] - _dot(row, theta)
                     pull = DAMPING * weight * (before[i] - theta[i])
                     theta[i] = max(theta[i] + (missing + pull) / ((1 + DAMPING) * weight), self._floor[i])
 
@@ -99,6 +106,11 @@ class CostModel:
         """A step of `rows` single tokens, which read `context` tokens together. 0 rows: what any step costs."""
         base, row, read = self._decode.theta
         return base + row * rows + read * context
+
+    @property
+    def row_seconds(self) -> float:
+        """Of one decoding row more, or one token more in such a row; reading the context aside."""
+        return self._decode.theta[1]
 
     @property
     def token_seconds(self) -> float:
@@ -136,6 +148,10 @@ class CostModel:
             rest = seconds * (1 - alone / whole)
             self._decode.observe(decode, seconds - rest, scale)
         self._prefill.observe(_prefill(work), rest, scale)
+
+
+def _dot(a: Sequence[float], b: Sequence[float]) -> float:
+    return sum(x * y for x, y in zip(a, b, strict=True))
 
 
 def _prefill(work: Work) -> tuple[float, ...]:

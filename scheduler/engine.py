@@ -8,19 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvpool.pool import KVPool
 from model.batch import BAD_LOGITS, NO_TOKEN, Batch, Executor, Pending, Row
 from scheduler import invariants, isolation
 from scheduler.budget import Budget
-from scheduler.cost import CostModel
+from scheduler.cost import CostModel, Work
+from scheduler.counters import Counters
 from scheduler.limits import Limits
-from scheduler.messages import Abort, EngineStats, FinishReason, Logprob, PromptLogprobs, Started, StepOutput, Submit
+from scheduler.messages import Abort, FinishReason, Logprob, PromptLogprobs, Started, StepOutput, Submit
 from scheduler.policy import Plan, SchedulerState, plan
 from scheduler.refusal import refusal
 from scheduler.report import Report
 from scheduler.sequence import Phase, Request, Sequence, prefix_salt
+from scheduler.speculation import Speculation
 
 Message = Submit | Abort
 
@@ -31,23 +33,14 @@ MAX_FAILED_STEPS = 8
 
 
 @dataclass(slots=True)
-class _Counters:
-    """They never fall."""
-
-    preemptions: int = 0
-    prefix_queried_tokens: int = 0
-    prefix_hit_tokens: int = 0
-    computed_tokens: int = 0
-    steps: int = 0
-
-
-@dataclass(slots=True)
 class _Flight:
     """A step that was launched and not yet collected."""
 
     plan: Plan
     batch: Batch
     pending: Pending
+    work: Work
+    """The plan's, and its drafts."""
     launched: float
 
 
@@ -62,7 +55,7 @@ class Engine:
         clock: Callable[[], float],
         cost: CostModel | None = None,
     ) -> None:
-        """`clock` gives monotonic seconds. `cost` is used only where `limits` has a target_step_time."""
+        """`clock` gives monotonic seconds."""
         self._state = SchedulerState(pool, limits)
         self._executor = executor
         self._clock = clock
@@ -72,16 +65,14 @@ class Engine:
         self._gone = 0
         """Sequences in the running list that have ended; they leave it before the next plan."""
         self._chunked: list[Sequence] = []
-        self._counters = _Counters()
+        self._counters = Counters()
         self._failed_steps = 0
         self._report = Report()
-        self._last = (0.0, 0, 0)
-        """Seconds, tokens and rows of the last step."""
+        self._cost = cost or CostModel()
+        self._speculation = Speculation(pool, limits, self._cost)
         if limits.target_step_time is None:
-            self._cost = None
             self._budget = Budget(limits.max_num_batched_tokens, limits.min_chunk, limits.min_chunk_beside_decodes)
         else:
-            self._cost = cost or CostModel()
             self._budget = Budget(
                 limits.max_num_batched_tokens,
                 limits.min_chunk,
@@ -112,7 +103,7 @@ class Engine:
             if step.counts:
                 self._collect(self._launch(step))
                 self._sweep()
-        return self._report.output(self._stats(), self._clock())
+        return self._report.output(self._counters.stats(self._state, self._unborn), self._clock())
 
     def check(self) -> None:
         """Raise where an invariant is broken (`scheduler.invariants`)."""
@@ -205,9 +196,11 @@ class Engine:
             rows.append(
                 Row(tokens, sequence.prompt_len, start, count, sequence.table.blocks, params, sequence.index, samples)
             )
+        drafted = self._speculation.attach(step, rows)
+        work = replace(step.work, rows=step.work.rows + drafted)
         batch = Batch(rows, pool.take_copies())
         launched = self._clock()
-        return _Flight(step, batch, isolation.launch(self._executor, batch), launched)
+        return _Flight(step, batch, isolation.launch(self._executor, batch), work, launched)
 
     def _collect(self, flight: _Flight) -> None:
         outcome = isolation.collect(self._executor, flight.batch, flight.pending)
@@ -215,7 +208,9 @@ class Engine:
         counters = self._counters
         counters.steps += 1
         rows = flight.batch.rows
-        self._last = (seconds, flight.plan.work.rows + flight.plan.work.prefill, len(rows))
+        counters.step_seconds = seconds
+        counters.step_tokens = flight.work.rows + flight.work.prefill
+        counters.step_rows = len(rows)
         failures = outcome.failures
         if failures:
             self._failed_steps = self._failed_steps + 1 if len(failures) == len(rows) else 0
@@ -223,34 +218,55 @@ class Engine:
                 raise RuntimeError(f"{MAX_FAILED_STEPS} steps in a row failed") from failures[0]
         else:
             self._failed_steps = 0
-            if self._cost is not None:
-                self._cost.observe(flight.plan.work, seconds)
+            self._cost.observe(flight.work, seconds)
         result = outcome.result
-        size = self._state.pool.block_size
         for number, (sequence, count) in enumerate(flight.plan.counts.items()):
             if number in failures:
                 self._fail(sequence, FAILED)
                 continue
-            token = result.tokens[number]
-            if token == BAD_LOGITS:
-                self._fail(sequence, "the model's logits for this request are not finite")
+            row, drawn = rows[number], result.tokens[number]
+            if BAD_LOGITS in drawn[:1]:
+                if row.draft:  # Perhaps the draft's fault: compute it anew without one.
+                    self._speculation.bar(sequence)
+                    self._restart(sequence)
+                else:
+                    self._fail(sequence, "the model's logits for this request are not finite")
                 continue
-            start = sequence.num_computed
-            sequence.num_computed = end = start + count
-            if count > 1 or start < sequence.prompt_len:
+            if count > 1 or row.start < sequence.prompt_len:
                 counters.computed_tokens += count
             request = sequence.request
-            if end // size > start // size:
-                self._state.pool.commit(sequence.table, sequence.tokens, end, sequence.salt)
+            self._advance(sequence, count)
             if request.prompt_values is not None:
-                self._collect_prompt(request, start, end, result.prompt_logprobs[number])
-            if rows[number].samples:
-                self._append(sequence, token, result.logprobs[number])
-            elif end == len(sequence.tokens):  # Nothing is to be generated, by anyone.
+                self._collect_prompt(request, row.start, sequence.num_computed, result.prompt_logprobs[number])
+            if drawn:
+                self._draw(sequence, drawn, result.logprobs[number])
+                if row.draft:
+                    self._speculation.settle(sequence, len(row.draft), len(drawn) - 1)
+                    counters.drafts += 1
+                    counters.drafted_tokens += len(row.draft)
+                    counters.accepted_tokens += len(drawn) - 1
+            elif sequence.num_computed == len(sequence.tokens):  # Nothing is to be generated, by anyone.
                 for other in request.sequences[::-1]:
                     if other.phase is not Phase.FINISHED:
                         self._report.end(request.id, other.index, FinishReason.LENGTH)
                         self._release(other)
+
+    def _advance(self, sequence: Sequence, count: int) -> None:
+        """So many tokens more are computed. Blocks that this has filled become findable."""
+        start = sequence.num_computed
+        sequence.num_computed = end = start + count
+        pool = self._state.pool
+        if end // pool.block_size > start // pool.block_size:
+            pool.commit(sequence.table, sequence.tokens, end, sequence.salt)
+
+    def _draw(self, sequence: Sequence, drawn: list[int], logprobs: list[Logprob]) -> None:
+        """Append what a row drew, until it ends the sequence. All but the last were in its draft, hence computed."""
+        for place, token in enumerate(drawn):
+            if place:
+                self._advance(sequence, 1)
+            self._append(sequence, token, logprobs[place] if place < len(logprobs) else None)
+            if sequence.phase is Phase.FINISHED:
+                break
 
     def _collect_prompt(self, request: Request, start: int, end: int, values: list[Logprob] | None) -> None:
         """Keep what is new: after a preemption positions are computed again. Send once complete."""
@@ -301,7 +317,8 @@ class Engine:
         self._counters.preemptions += 1
 
     def _restart(self, sequence: Sequence) -> None:
-        """It has outgrown the short rotary factors: every key must be turned anew. It keeps its seat."""
+        """Every key must be computed anew: it has outgrown the short rotary factors, or a draft may have spoiled some.
+        It keeps its seat."""
         self._state.pool.release(sequence.table)
         switch = self._state.limits.rope_switch
         sequence.salt = prefix_salt(sequence.request.salt, len(sequence.tokens), switch)
@@ -368,27 +385,3 @@ class Engine:
             running = self._state.running
             running[:] = [s for s in running if s.phase is Phase.RUNNING]
             self._gone = 0
-
-    def _stats(self) -> EngineStats:
-        state = self._state
-        usage = state.pool.usage()
-        counters = self._counters
-        seconds, tokens, rows = self._last
-        return EngineStats(
-            running=len(state.running),
-            waiting=len(state.waiting) + self._unborn,
-            waiting_tokens=state.waiting.tokens,
-            blocks_total=usage.total,
-            blocks_free=usage.free,
-            blocks_cached=usage.cached,
-            blocks_active=usage.active,
-            tokens_active=state.pool.tokens_held((s.table, s.num_computed) for s in state.running),
-            preemptions=counters.preemptions,
-            prefix_queried_tokens=counters.prefix_queried_tokens,
-            prefix_hit_tokens=counters.prefix_hit_tokens,
-            computed_tokens=counters.computed_tokens,
-            steps=counters.steps,
-            step_seconds=seconds,
-            step_tokens=tokens,
-            step_rows=rows,
-        )

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 
-from model.batch import NO_TOKEN, Batch, Executor, Pending, StepResult
+from model.batch import Batch, Executor, Pending, StepResult
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ def collect(executor: Executor, batch: Batch, pending: Pending) -> Outcome:
         log.exception("a step of %d rows raised", len(batch.rows))
         count = len(batch.rows)
         if count == 1:
-            return Outcome(StepResult([NO_TOKEN], [None], [None]), {0: error})
+            return Outcome(StepResult([[]], [[]], [None]), {0: error})
         whole = Outcome(StepResult([], [], []))
         for start, end in ((0, count // 2), (count // 2, count)):
             part = Batch(batch.rows[start:end])

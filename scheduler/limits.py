@@ -20,6 +20,8 @@ class Limits:
     rope_switch: int | None = None
     """Longest sequence that uses a model's short rotary factors. One that grows past it is computed anew from its first
     token, and the two kinds share no prefix. None: there is one kind."""
+    num_speculative_tokens: int = 0
+    """Longest draft of a row. 0: no speculation."""
     min_chunk: int = 8
     """Prompt tokens that a step computes at least, whatever they cost: progress."""
     min_chunk_beside_decodes: int = 4

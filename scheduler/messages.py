@@ -118,17 +118,25 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     prefix_hit_tokens: int
     computed_tokens: int
     """Prompt tokens computed, recomputation included."""
+    drafts: int
+    """Rows that were computed with a draft."""
+    drafted_tokens: int
+    """Tokens of those drafts."""
+    accepted_tokens: int
+    """Of those, the ones that were drawn."""
     steps: int
     step_seconds: float
     """Of the last step."""
     step_tokens: int
+    """Drafts included."""
     step_rows: int
 
 
 class StepOutput(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
     """All rows of one step, as columns of equal length: `ids`, `indices`, `tokens`, `finishes`.
 
-    A row brings a token, an end, or both. `tokens` is -1 where a row only ends.
+    A row brings a token, an end, or both. `tokens` is -1 where a row only ends. A sequence whose draft was right has
+    several rows, in order.
     """
 
     ids: list[int] = []

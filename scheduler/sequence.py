@@ -16,6 +16,7 @@ import msgspec
 
 from kvpool.table import BlockTable
 from model.params import Logprob, SamplingParams
+from scheduler.drafter import Drafter
 from scheduler.messages import Submit
 
 Rank = tuple[int, float, int, int]
@@ -99,6 +100,7 @@ class Sequence:
     __slots__ = (
         "bypasses",
         "chunked",
+        "drafter",
         "hashes",
         "index",
         "limit",
@@ -139,6 +141,8 @@ class Sequence:
         """Sequences that were admitted past it while it was the head."""
         self.chunked = False
         """Had a chunk in the last step: whoever needs the same prefix does well to wait for it."""
+        self.drafter: Drafter | None = None
+        """Made when a draft could first be worth its price; keeps what it knows through preemption."""
 
     @property
     def place(self) -> tuple[int, bool, float, int, int]:

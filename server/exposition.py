@@ -144,6 +144,15 @@ class ServerCollector(Collector):
             stats.prefix_hit_tokens,
             "vllm:prefix_cache_hits",
         )
+        drafts = "Rows of a step that had a draft, guessed tokens to verify."
+        yield counter("drafts", drafts, stats.drafts, "vllm:spec_decode_num_drafts")
+        yield counter("draft_tokens", "Guessed tokens.", stats.drafted_tokens, "vllm:spec_decode_num_draft_tokens")
+        yield counter(
+            "accepted_draft_tokens",
+            "Guessed tokens that were right.",
+            stats.accepted_tokens,
+            "vllm:spec_decode_num_accepted_tokens",
+        )
         yield counter("computed_prompt_tokens", "Prompt tokens computed, again ones included.", stats.computed_tokens)
         yield counter("steps", "Steps of the engine.", stats.steps)
 

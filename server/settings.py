@@ -133,6 +133,9 @@ class Settings(BaseSettings):
         gt=0,
         le=60,
     )
+    num_speculative_tokens: int = flag(
+        8, "Scheduling", "tokens guessed at most from earlier text, where that pays; 0: none", "N", ge=0, le=64
+    )
     max_queued_requests: int = flag(
         2048, "Scheduling", "sequences that may wait beyond --max-num-seqs; more are refused with 429", "N", ge=0
     )

@@ -97,8 +97,8 @@ class ModelPool:
             digest = prefix.chain_digest(digest, prefix.pack(key[1][i : i + self.size]), key[0])
         return digest
 
-    def release(self, blocks: list[int]) -> None:
-        for block in reversed(blocks):
+    def release(self, blocks: list[int], kept: int = 0) -> None:
+        for block in reversed(blocks[kept:]):
             self.refs[block] -= 1
             if self.refs[block] == 0:
                 self.free.insert(len(self.free) if block in self.findable.values() else 0, block)
@@ -187,6 +187,19 @@ class PoolMachine(RuleBasedStateMachine):
     def diverge(self, data: st.DataObject, new: list[int], at_once: bool) -> None:
         seq = data.draw(st.sampled_from([seq for seq in self.seqs if not seq.planned]))
         self.write(seq, data.draw(st.integers(0, seq.computed - 1)), new, at_once)
+
+    @precondition(lambda self: any(seq.planned for seq in self.seqs))
+    @rule(data=st.data(), count=st.integers(1, 5))
+    def guess(self, data: st.DataObject, count: int) -> None:
+        """Room behind what is planned, for a draft, given back again."""
+        seq = data.draw(st.sampled_from([seq for seq in self.seqs if seq.planned]))
+        known = len(seq.tokens)
+        done = self.pool.extend(seq.table, known + count, known)
+        assert done == self.model.extend(seq.blocks, known + count, known)
+        kept = -(-known // self.size)
+        self.pool.trim(seq.table, known)
+        self.model.release(seq.blocks, kept)
+        del seq.blocks[kept:]
 
     @precondition(lambda self: any(not seq.planned for seq in self.seqs))
     @rule(data=st.data())

@@ -15,7 +15,7 @@ from loadtest.__main__ import main
 from loadtest.engine_driver import drive, step_fields, step_table
 from loadtest.outcome import Outcome
 from loadtest.report import summarise
-from model.batch import BAD_LOGITS, NO_TOKEN, Batch, StepResult
+from model.batch import BAD_LOGITS, Batch, StepResult
 from scheduler.config import EngineConfig
 from scheduler.engine import Engine
 from scheduler.limits import Limits
@@ -39,10 +39,8 @@ class Constant:
 
     def execute(self, batch: Batch) -> Done:
         self.rows.append(len(batch.rows))
-        tokens = [
-            BAD_LOGITS if row.params.seed == self.bad_seed else 7 if row.samples else NO_TOKEN for row in batch.rows
-        ]
-        return Done(StepResult(tokens, [None] * len(tokens), [None] * len(tokens)))
+        tokens = [[BAD_LOGITS if row.params.seed == self.bad_seed else 7] * row.samples for row in batch.rows]
+        return Done(StepResult(tokens, [[] for _ in tokens], [None] * len(tokens)))
 
 
 def engine(runner: Constant, num_blocks: int = 200) -> Engine:

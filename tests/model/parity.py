@@ -148,12 +148,11 @@ class Driver:
             blocks = track.table.blocks
             rows.append(Row(track.tokens, track.prompt_len, track.computed, count, blocks, track.params, track.index))
         result = self.runner.execute(Batch(rows, self.pool.take_copies())).result()
-        for track, row, token in zip(running, rows, result.tokens, strict=True):
+        for track, row, drawn in zip(running, rows, result.tokens, strict=True):
             track.computed += row.count
             self.pool.commit(track.table, track.tokens, track.computed, self._salt(track.tokens))
-            assert (token >= 0) == (track.computed == len(track.tokens))
-            if token >= 0:
-                track.tokens.append(token)
+            assert len(drawn) == (track.computed == len(track.tokens))
+            track.tokens += drawn
 
     def run(self, chunk: int) -> list[list[int]]:
         """Generate to the end; every block is given back. Returns prompt and generated tokens of each track."""

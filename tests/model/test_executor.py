@@ -6,13 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import transformers
 
 from model.batch import BAD_LOGITS, NO_TOKEN, Batch, Row
 from model.executor import PROMPT_ROWS, Runner
-from model.params import SamplingParams
+from model.params import Logprob, SamplingParams
 from tests.model.conftest import TINY
 from tests.model.parity import GREEDY, build, make_runner, prompts
 
@@ -38,7 +39,8 @@ def row(tokens: list[int], start: int, count: int, first_block: int, **changes: 
 
 
 def one(runner: Runner, *rows: Row) -> list[int]:
-    return runner.execute(Batch(list(rows))).result().tokens
+    """The token that each row draws, or NO_TOKEN."""
+    return [drawn[0] if drawn else NO_TOKEN for drawn in runner.execute(Batch(list(rows))).result().tokens]
 
 
 def asking(**changes: Any) -> SamplingParams:
@@ -68,7 +70,7 @@ def test_copies_are_made_before_the_step(runner: Runner) -> None:
     expected = one(runner, row(prompt, 0, 10, 1))
     copied = row(prompt, 9, 1, 7)
     runner.storage.data[:, :, 7] = torch.nan
-    assert runner.execute(Batch([copied], copies=[(1, 7)])).result().tokens == expected
+    assert runner.execute(Batch([copied], copies=[(1, 7)])).result().tokens == [expected]
 
 
 def test_a_step_larger_than_the_runner_is_refused(folder: Path) -> None:
@@ -130,10 +132,9 @@ def test_prompt_logprobs_in_chunks(runner: Runner, reference: Reference) -> None
         exact = expected[position]
         assert value.logprob == pytest.approx(float(exact[prompt[position + 1]]), abs=1e-3)
         assert value.top_ids == exact.topk(2).indices.tolist()
-    drawn = result.logprobs[1]
-    assert drawn is not None
+    (drawn,) = result.logprobs[1]
     assert drawn.logprob == pytest.approx(float(expected[-1].max()), abs=1e-3)
-    assert drawn.top_ids == [result.tokens[1]]
+    assert drawn.top_ids == result.tokens[1]
 
 
 def test_no_prompt_logprobs_after_the_prompt(runner: Runner) -> None:
@@ -142,3 +143,72 @@ def test_no_prompt_logprobs_after_the_prompt(runner: Runner) -> None:
     one(runner, row(prompt, 0, 12, 1, params=params))
     decode = row([*prompt, 5], 12, 1, 1, prompt_len=12, params=params)
     assert runner.execute(Batch([decode])).result().prompt_logprobs == [[]]
+
+
+# ---- drafts ----
+
+
+def told(runner: Runner, prompt: list[int], params: SamplingParams, count: int) -> list[Logprob]:
+    """`count` tokens behind the prompt one step at a time, each as its Logprob; the tokens are appended to it."""
+    values = []
+    start = 0
+    for _ in range(count):
+        part = row(prompt, start, len(prompt) - start, 1, prompt_len=20, params=params)
+        result = runner.execute(Batch([part])).result()
+        start = len(prompt)
+        prompt.append(result.tokens[0][0])
+        values += result.logprobs[0]
+    return values
+
+
+SAMPLED: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "sampled": {"temperature": 1.2, "top_p": 0.95, "top_k": 50},
+    "penalties": {"temperature": 0.9, "repetition_penalty": 1.3, "presence_penalty": 0.7, "frequency_penalty": 0.5},
+    "least": {"temperature": 1.0, "stop_token_ids": tuple(range(3, VOCAB, 2)), "min_tokens": 6},
+    "masks": {"temperature": 1.0, "allowed_token_ids": tuple(range(40, 80)), "logit_bias": {41: 5.0}},
+}
+
+
+@pytest.mark.parametrize("kind", SAMPLED)
+@pytest.mark.parametrize("wrong", [None, 0, 2, 4])
+def test_a_draft_draws_what_steps_would(runner: Runner, kind: str, wrong: int | None) -> None:
+    """Beside other rows, and whatever lies in the slots that wrong guesses leave behind."""
+    params = SamplingParams(max_tokens=50, seed=3, logprobs=2, **SAMPLED[kind])
+    (text,) = prompts(VOCAB, [20])
+    if kind == "masks":
+        params = msgspec.structs.replace(params, bad_words=((told(runner, [*text], params, 2)[1].top_ids[0],),))
+    values = told(runner, text, params, 11)
+    runner.storage.data[:, :, 1:] = torch.nan
+    beside = row(prompts(VOCAB, [31], seed=5)[0], 0, 31, 9)
+    known = text[:24]
+    one(runner, row(known, 0, 23, 1, prompt_len=20))
+    draft = text[24:29]
+    right = 5
+    if wrong is not None:
+        draft[wrong] = (draft[wrong] + 1) % VOCAB
+        right = wrong
+    guessed = Row(known, 20, 23, 1, [1, 2], params, draft=draft)
+    result = runner.execute(Batch([beside, guessed, beside_too(runner)])).result()
+    assert result.tokens[1] == text[24 : 24 + right + 1]
+    assert [v.top_ids for v in result.logprobs[1]] == [v.top_ids for v in values[4 : 4 + right + 1]]
+    assert [len(drawn) for drawn in result.tokens] == [1, right + 1, 0]
+    # From there on without a draft: slots behind the right guesses are written again.
+    known = text[: 24 + right + 1]
+    (following,) = one(runner, row(known, len(known) - 1, 1, 1, prompt_len=20, params=params))
+    assert following == text[len(known)]
+
+
+def beside_too(runner: Runner) -> Row:
+    """A chunk that draws nothing."""
+    (prompt,) = prompts(VOCAB, [40], seed=6)
+    return row(prompt, 0, 17, 20)
+
+
+def test_broken_numbers_of_a_draft_break_its_row_alone(runner: Runner) -> None:
+    good, bad = prompts(VOCAB, [40, 40])
+    expected = one(runner, row(good, 0, 40, 1))
+    one(runner, row(bad, 0, 39, 11))
+    runner.storage.data[:, :, 11] = torch.nan
+    guessed = Row(bad, 40, 39, 1, [11, 12, 13], GREEDY, draft=[5, 6])
+    assert runner.execute(Batch([guessed, row(good, 39, 1, 1)])).result().tokens == [[BAD_LOGITS], expected]

@@ -77,7 +77,7 @@ def test_block_sizes(folder: Path, size: int) -> None:
     table = pool.new_table()
     assert pool.extend(table, 70, 0)
     row = Row(prompt, 70, 0, 70, table.blocks, GREEDY)
-    (token,) = loaded.runner.execute(Batch([row])).result().tokens
+    ((token,),) = loaded.runner.execute(Batch([row])).result().tokens
     assert token == expected(folder, [prompt])[0][70]
 
 

@@ -22,19 +22,29 @@ Answers = list[list[int]]
 class Session:
     """One engine over a runner; `ask` runs requests to their end and keeps the engine for the next ones."""
 
-    def __init__(self, runner: Runner, *, blocks: int = 0, chunk: int = 512, seqs: int = 32) -> None:
+    def __init__(self, runner: Runner, *, blocks: int = 0, chunk: int = 512, seqs: int = 32, guesses: int = 0) -> None:
+        """`guesses`: tokens of a draft at most."""
         storage_blocks = runner.storage.data.shape[2]
         switch = runner.model.rope_switch
-        limits = Limits(max_num_seqs=seqs, max_num_batched_tokens=chunk, max_model_len=512, rope_switch=switch)
+        limits = Limits(
+            max_num_seqs=seqs,
+            max_num_batched_tokens=chunk,
+            max_model_len=512,
+            rope_switch=switch,
+            num_speculative_tokens=guesses,
+        )
         self.engine = Engine(KVPool(blocks or storage_blocks, BLOCK), runner, limits, time.monotonic)
         self.ids = itertools.count()
         self.preemptions = 0
+        self.steps = 0
+        self.accepted = 0
+        """Tokens of drafts that were right."""
         self.cached: list[int] = []
         """Prompt tokens that came from the prefix cache, by request."""
 
-    def ask(self, requests: Prompts, new_tokens: int, *, n: int = 1) -> Answers:
-        """Greedy tokens of each request; with n > 1 those of its sequences one after the other."""
-        params = SamplingParams(max_tokens=new_tokens, seed=0, temperature=0.0)
+    def ask(self, requests: Prompts, new_tokens: int, *, n: int = 1, params: SamplingParams | None = None) -> Answers:
+        """Tokens of each request, greedy without `params`; with n > 1 those of its sequences one after the other."""
+        params = params or SamplingParams(max_tokens=new_tokens, seed=0, temperature=0.0)
         numbers = {next(self.ids): place for place, _ in enumerate(requests)}
         inbox = [Submit(id=i, prompt_ids=requests[place], params=params, n=n) for i, place in numbers.items()]
         self.cached += [0] * len(requests)
@@ -44,6 +54,8 @@ class Session:
             self.engine.check()
             inbox = []
             self.preemptions = out.stats.preemptions
+            self.steps = out.stats.steps
+            self.accepted = out.stats.accepted_tokens
             for started in out.started:
                 self.cached[started.id] = started.cached_tokens
             for i, index, token, finish in zip(out.ids, out.indices, out.tokens, out.finishes, strict=True):
@@ -52,6 +64,30 @@ class Session:
                     answers[numbers[i] * n + index].append(token)
         assert out.stats.blocks_active == 0
         return answers
+
+
+def knowing_drafter(asked: Prompts, right: Answers) -> type:
+    """Drafters that know the answers, and are wrong somewhere in most of their drafts."""
+
+    class Knowing:
+        def __init__(self, tokens: list[int]) -> None:
+            self.tokens = tokens
+            self.prompt_len, self.answer = next(
+                (len(p), answer) for p, answer in zip(asked, right, strict=True) if tokens[: len(p)] == p
+            )
+
+        def draft(self, price: float, most: int) -> list[int]:
+            begin = len(self.tokens) - self.prompt_len
+            guesses = self.answer[begin : begin + most]
+            spoiled = len(self.tokens) % (most + 2)
+            if spoiled < len(guesses):
+                guesses[spoiled] = (guesses[spoiled] + 1) % 128
+            return guesses
+
+        def learn(self, drafted: int, accepted: int) -> None:
+            pass
+
+    return Knowing
 
 
 def each(one: Prompts, answers: Callable[[list[int]], Answers]) -> Answers:
@@ -93,6 +129,13 @@ def assert_parity(runner: Runner, asked: Prompts, right: Answers, slowly: int | 
     assert session.ask(asked, new) == right, "partial prefix hit"
     hits = session.cached[len(asked) :]
     assert any(0 < hit < (len(prompt) - 1) // BLOCK * BLOCK for hit, prompt in zip(hits, asked, strict=True))
+
+    knowing = knowing_drafter(asked, right)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("scheduler.speculation.Drafter", knowing)
+        drafting = Session(runner, guesses=5)
+        assert drafting.ask(asked, new) == right, "with drafts"
+        assert drafting.accepted > new
 
     twins = [answer for answer in right for _ in range(2)]
     assert Session(runner).ask(asked, new, n=2) == twins, "forked"

@@ -59,6 +59,7 @@ class FakeRunner:
     def __init__(
         self, num_blocks: int, block_size: int, advance: Callable[[float], None], rope_switch: int | None
     ) -> None:
+        self.draw = draw
         self.switch = rope_switch or 10**9
         self.size = block_size
         self.memory: list[Cell] = [None] * (num_blocks * block_size)
@@ -73,6 +74,8 @@ class FakeRunner:
         """What a step takes."""
         self.batches: list[list[tuple[int, int]]] = []
         """(start, count) of every row that was computed."""
+        self.drafted = 0
+        """Tokens of drafts."""
 
     def execute(self, batch: Batch) -> Done:
         self.advance(self.seconds(batch) if batch.rows else 0.0)
@@ -82,7 +85,7 @@ class FakeRunner:
         owners: dict[int, int] = {}
         for number, row in enumerate(batch.rows):
             self._check(row)
-            for position in range(row.start, row.start + row.count):
+            for position in range(row.start, row.start + row.count + len(row.draft)):
                 block = row.blocks[position // size]
                 if owners.setdefault(block, number) != number:
                     raise WrongContext(f"two rows write to block {block}")
@@ -92,18 +95,24 @@ class FakeRunner:
         if guilty is not None:
             raise ValueError(f"row at {guilty.start}\nand a second line")
         for row in batch.rows:
-            for position in range(row.start, row.start + row.count):
-                cell = row.tokens[position], position, len(row.tokens) > self.switch
+            known = row.tokens + row.draft
+            for position in range(row.start, row.start + row.count + len(row.draft)):
+                cell = known[position], position, max(len(row.tokens), position + 1) > self.switch
                 self.memory[row.blocks[position // size] * size + position % size] = cell
         if batch.rows:
             self.batches.append([(row.start, row.count) for row in batch.rows])
+            self.drafted += sum(len(row.draft) for row in batch.rows)
         results = [self._result(row) for row in batch.rows]
         return Done(StepResult([r[0] for r in results], [r[1] for r in results], [r[2] for r in results]))
 
     def _check(self, row: Row) -> None:
         end = row.start + row.count
-        if row.count < 1 or end > len(row.tokens) or end > len(row.blocks) * self.size or 0 in row.blocks:
+        if row.count < 1 or end > len(row.tokens) or 0 in row.blocks:
             raise WrongContext(f"impossible row {row}")
+        if end + len(row.draft) > min(len(row.blocks) * self.size, row.prompt_len + row.params.max_tokens):
+            raise WrongContext(f"row without room {row}")
+        if row.draft and (not row.samples or row.params.prompt_logprobs is not None):
+            raise WrongContext(f"row must not have a draft: {row}")
         if row.samples != (end == len(row.tokens) and row.params.max_tokens > 0):
             raise WrongContext(f"row must draw or must not: {row}")
         for position in range(row.start):
@@ -115,7 +124,7 @@ class FakeRunner:
         cells = [self.memory[row.blocks[p // self.size] * self.size + p % self.size] for p in range(end)]
         return [cell[0] for cell in cells if cell is not None]
 
-    def _result(self, row: Row) -> tuple[int, Logprob | None, list[Logprob] | None]:
+    def _result(self, row: Row) -> tuple[list[int], list[Logprob], list[Logprob] | None]:
         end = row.start + row.count
         seen = self._read(row, end)
         prompt = None
@@ -123,11 +132,22 @@ class FakeRunner:
             last = min(end, row.prompt_len - 1)
             prompt = [logprob(seen[: p + 1], row.tokens[p + 1]) for p in range(row.start, last)]
         if self.spoiled(row):
-            return BAD_LOGITS, None, prompt
-        if not row.samples or self.muted(row):
-            return NO_TOKEN, None, prompt
-        token = draw(seen, row.params, row.index)
-        return token, logprob(seen, token) if row.params.logprobs is not None else None, prompt
+            return [BAD_LOGITS], [], prompt
+        if not row.samples:
+            return [], [], prompt
+        drawn: list[int] = []
+        values: list[Logprob] = []
+        for place in range(len(row.draft) + 1):
+            seen = self._read(row, end + place)
+            if self.muted(replace(row, tokens=seen)):
+                drawn.append(NO_TOKEN)
+                break
+            drawn.append(self.draw(seen, row.params, row.index))
+            if row.params.logprobs is not None:
+                values.append(logprob(seen, drawn[-1]))
+            if drawn[: place + 1] != row.draft[: place + 1]:
+                break
+        return drawn, values, prompt
 
 
 @dataclass
@@ -279,7 +299,7 @@ class World:
                 return replace(stream, finish=FinishReason.STOP)
             if len(submit.prompt_ids) + len(stream.tokens) >= limit:
                 return replace(stream, finish=FinishReason.LENGTH)
-            stream.tokens.append(draw(submit.prompt_ids + stream.tokens, params, index))
+            stream.tokens.append(self.runner.draw(submit.prompt_ids + stream.tokens, params, index))
 
     def verify(self) -> None:
         """Every sequence brought what the oracle says, or a beginning of it where it was aborted."""

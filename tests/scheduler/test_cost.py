@@ -150,3 +150,13 @@ def test_purse_in_tokens() -> None:
     assert purse.afford(0) == 4
     assert Budget(8).purse(8, 0).tokens == 0
     assert Budget(8).purse(9, 0).min_chunk == 0
+
+
+def test_what_no_step_tells_apart_keeps_its_ratio() -> None:
+    """One stream on a machine ten times as fast: that a step is short says nothing of what a second row costs."""
+    model = CostModel()
+    ratio = model.row_seconds / model.decode_seconds(1, 100)
+    for _ in range(50):
+        model.observe(Work(1, 100), 0.003)
+    assert model.decode_seconds(1, 100) == pytest.approx(0.003, rel=0.01)
+    assert model.row_seconds / model.decode_seconds(1, 100) == pytest.approx(ratio, rel=0.05)

@@ -21,6 +21,8 @@ DASHBOARD = (
     *("vllm:request_time_per_output_token_seconds_bucket", "vllm:time_to_first_token_seconds_bucket"),
     *("vllm:request_decode_time_seconds_sum", "vllm:request_prefill_time_seconds_sum"),
     *("vllm:request_queue_time_seconds_sum", "vllm:request_prompt_tokens_bucket"),
+    *("vllm:spec_decode_num_drafts_total", "vllm:spec_decode_num_draft_tokens_total"),
+    "vllm:spec_decode_num_accepted_tokens_total",
     *("vllm:request_generation_tokens_bucket", "vllm:iteration_tokens_total_count"),
 )
 

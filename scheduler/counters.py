@@ -1,0 +1,50 @@
+"""Counters: what the engine has done so far, and the figures of one moment that go out with every step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from scheduler.messages import EngineStats
+from scheduler.policy import SchedulerState
+
+
+@dataclass(slots=True)
+class Counters:
+    """They never fall; the last three are of the last step."""
+
+    preemptions: int = 0
+    prefix_queried_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    computed_tokens: int = 0
+    drafts: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    steps: int = 0
+    step_seconds: float = 0.0
+    step_tokens: int = 0
+    step_rows: int = 0
+
+    def stats(self, state: SchedulerState, unborn: int) -> EngineStats:
+        """With the state as it is now. `unborn`: sequences that wait for their leader."""
+        usage = state.pool.usage()
+        return EngineStats(
+            running=len(state.running),
+            waiting=len(state.waiting) + unborn,
+            waiting_tokens=state.waiting.tokens,
+            blocks_total=usage.total,
+            blocks_free=usage.free,
+            blocks_cached=usage.cached,
+            blocks_active=usage.active,
+            tokens_active=state.pool.tokens_held((s.table, s.num_computed) for s in state.running),
+            preemptions=self.preemptions,
+            prefix_queried_tokens=self.prefix_queried_tokens,
+            prefix_hit_tokens=self.prefix_hit_tokens,
+            computed_tokens=self.computed_tokens,
+            drafts=self.drafts,
+            drafted_tokens=self.drafted_tokens,
+            accepted_tokens=self.accepted_tokens,
+            steps=self.steps,
+            step_seconds=self.step_seconds,
+            step_tokens=self.step_tokens,
+            step_rows=self.step_rows,
+        )
