@@ -5,10 +5,12 @@
             + f · context tokens read by the prompts' rows
 
 Two small least-squares fits with exponential forgetting, each fed only by the steps that say something about it: a
-long time without prompts must not make it forget what prompts cost. Errors are relative to the geometric mean of what
-was expected and what was measured, so a step that stalled for a minute moves little and a machine that stays slower is
-followed at once. Coefficients are never negative (projected Gauss-Seidel on the normal equations, behind one step that
-scales them all), and the ratio of what no step tells apart stays as it was (Levenberg's damping).
+long time without prompts must not make it forget what prompts cost. Each has a pace, which all its coefficients share
+and which follows the machine within a dozen steps, and a shape, the ratios of its coefficients, which remembers a
+hundred: contexts grow by one token a step, and a slope taken from a dozen noisy steps may be ten times too steep. What
+steps hardly tell apart is pulled to the ratios of the first guess (Tikhonov's regularisation), and no coefficient is
+negative (projected Gauss-Seidel on the normal equations). Errors are relative to the geometric mean of what was
+expected and what was measured, so a step that stalled for a minute moves little.
 """
 
 from __future__ import annotations
@@ -17,10 +19,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import sqrt
 
-FORGETTING = 0.93
-"""Weight of a step after the next one: some fourteen steps count."""
-DAMPING = 0.01
-"""How much a coefficient resists change, in units of what the steps say about it."""
+PACE_FORGETTING, SHAPE_FORGETTING = 0.93, 0.99
+"""Weight of a step after the next one: some fourteen steps count, and some hundred."""
+PRIOR_WEIGHT = 0.05
+"""How much the first guess of a coefficient counts, in units of what the steps say about it alone."""
 SWEEPS = 4
 FLOOR = 1e-3
 """A coefficient stays above this share of its prior: a free prompt token would ask for endless chunks."""
@@ -49,42 +51,49 @@ class Work:
 
 
 class Fit:
-    """value ≈ theta · features, theta ≥ 0."""
+    """value ≈ pace · shape · features, both ≥ 0."""
 
-    __slots__ = ("_floor", "_gram", "_right", "theta")
+    __slots__ = ("_expected", "_gram", "_measured", "_pace", "_prior", "_right", "_shape")
 
     def __init__(self, prior: list[float]) -> None:
         """`prior`: first guess of each coefficient, > 0."""
-        self.theta = prior.copy()
-        self._floor = [FLOOR * p for p in prior]
+        self._pace = 1.0
+        self._expected = self._measured = 0.0
+        self._prior = prior
+        self._shape = prior.copy()
         self._gram = [[0.0] * len(prior) for _ in prior]
         self._right = [0.0] * len(prior)
 
+    @property
+    def theta(self) -> list[float]:
+        """Value per unit of each feature."""
+        return [self._pace * s for s in self._shape]
+
     def predict(self, features: tuple[float, ...]) -> float:
-        return _dot(self.theta, features)
+        return self._pace * _dot(self._shape, features)
 
     def observe(self, features: tuple[float, ...], value: float, scale: float) -> None:
         """`value` was measured; an error of `scale` > 0 counts as 100 %."""
         x = [f / scale for f in features]
+        shape = self._shape
+        expected, measured = _dot(shape, x), value / scale
+        self._expected = PACE_FORGETTING * self._expected + expected * expected
+        self._measured = PACE_FORGETTING * self._measured + expected * measured
+        if self._expected > 0:
+            self._pace = max(self._measured / self._expected, FLOOR)
+        measured /= self._pace
         for i, row in enumerate(self._gram):
-            self._right[i] = FORGETTING * self._right[i] + x[i] * value / scale
+            self._right[i] = SHAPE_FORGETTING * self._right[i] + x[i] * measured
             for j, other in enumerate(x):
-                row[j] = FORGETTING * row[j] + x[i] * other
-        theta = self.theta
-        # First what all have in common: a machine that is faster than was thought is so at everything. Without this the
-        # first coefficient would take all of an error that no step tells apart, and its ratio to the others be lost.
-        known = _dot(theta, [_dot(row, theta) for row in self._gram])
-        if known > 0:
-            factor = _dot(theta, self._right) / known
-            theta[:] = [max(t * factor, floor) for t, floor in zip(theta, self._floor, strict=True)]
-        before = theta.copy()
+                row[j] = SHAPE_FORGETTING * row[j] + x[i] * other
         for _ in range(SWEEPS):
             for i, row in enumerate(self._gram):
                 weight = row[i]
                 if weight > 0:
-                    missing = self._right[i] - _dot(row, theta)
-                    pull = DAMPING * weight * (before[i] - theta[i])
-                    theta[i] = max(theta[i] + (missing + pull) / ((1 + DAMPING) * weight), self._floor[i])
+                    missing = self._right[i] - _dot(row, shape)
+                    pull = PRIOR_WEIGHT * weight * (self._prior[i] - shape[i])
+                    step = (missing + pull) / ((1 + PRIOR_WEIGHT) * weight)
+                    shape[i] = max(shape[i] + step, FLOOR * self._prior[i])
 
 
 class CostModel:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from kvpool.pool import KVPool
 from model.batch import BAD_LOGITS, NO_TOKEN, Batch, Executor, Pending, Row
@@ -196,8 +196,7 @@ class Engine:
             rows.append(
                 Row(tokens, sequence.prompt_len, start, count, sequence.table.blocks, params, sequence.index, samples)
             )
-        drafted = self._speculation.attach(step, rows)
-        work = replace(step.work, rows=step.work.rows + drafted)
+        work = self._speculation.attach(step, rows)
         batch = Batch(rows, pool.take_copies())
         launched = self._clock()
         return _Flight(step, batch, isolation.launch(self._executor, batch), work, launched)

@@ -13,9 +13,11 @@ a token where many rows keep the step busy computing.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from kvpool.pool import KVPool
 from model.batch import Row
-from scheduler.cost import CostModel
+from scheduler.cost import CostModel, Work
 from scheduler.drafter import Drafter
 from scheduler.limits import Limits
 from scheduler.policy import Plan
@@ -23,6 +25,9 @@ from scheduler.sequence import Phase, Sequence
 
 LEAST_PRICE = 0.05
 """A guess costs at least so much, however little the steps say: it also has to be sampled and given back."""
+
+GUESS_READS = 0.5
+"""What a guess attends to costs so much of reading it once, for the row's own token."""
 
 
 class Speculation:
@@ -38,16 +43,16 @@ class Speculation:
         self._switch = limits.rope_switch
         self._timed = limits.target_step_time is not None
 
-    def attach(self, step: Plan, rows: list[Row]) -> int:
-        """Put drafts on rows of a plan, whose own blocks are all there; how many tokens they have together."""
+    def attach(self, step: Plan, rows: list[Row]) -> Work:
+        """Put drafts on rows of a plan, whose own blocks are all there; the plan's work and theirs."""
         work = step.work
         # Where steps have a length to keep, what one with a prompt may take was given to the prompt.
         if not self._most or not work.rows or (work.prefill and self._timed):
-            return 0
+            return work
         left = min(self._tokens - work.rows - work.prefill, self._lines - len(rows))
         seconds = self._cost.decode_seconds(work.rows, work.context)
         price = max(LEAST_PRICE, work.rows * self._cost.row_seconds / seconds)
-        drafted = 0
+        drafted, read = 0, 0.0
         for row, sequence in zip(rows, step.counts, strict=True):
             most = min(left - drafted, self._room(sequence)) if row.samples and row.count == 1 else 0
             if most > 0:
@@ -55,7 +60,8 @@ class Speculation:
                     sequence.drafter = Drafter(sequence.tokens)
                 row.draft = self._covered(sequence, sequence.drafter.draft(price, most))
                 drafted += len(row.draft)
-        return drafted
+                read += GUESS_READS * len(row.draft) * row.start
+        return replace(work, rows=work.rows + drafted, context=work.context + int(read))
 
     def settle(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         """A draft was verified: learn from it, and give back the blocks of what was wrong."""

@@ -206,6 +206,20 @@ inline void few_lanes(const Attended& t, const int64_t* table, int64_t head, int
   }
 }
 
+// Ask for the keys and values of the part'th of `parts` parts of a tile.
+template <class Stored>
+inline void fetch(const Attended& t, const int64_t* table, int64_t head, int64_t begin, int64_t end, int part,
+                  int parts) {
+  const int64_t count = std::min<int64_t>(KEYS, end - begin);
+  for (int64_t key = begin + count * part / parts; key < begin + count * (part + 1) / parts; key++) {
+    const int64_t at = place(t, table, head, key);
+    for (int64_t d = 0; d < t.dim; d += 64 / int64_t(sizeof(Stored))) {
+      __builtin_prefetch((const Stored*)t.keys + at + d);
+      __builtin_prefetch((const Stored*)t.values + at + d);
+    }
+  }
+}
+
 // `lanes` is a multiple of W; `positions` [lanes] that of each lane's query.
 template <class Stored>
 inline void many_lanes(const Attended& t, const int64_t* table, int64_t head, int64_t begin, int64_t end, int lanes,
@@ -219,6 +233,7 @@ inline void many_lanes(const Attended& t, const int64_t* table, int64_t head, in
     product(s.key, dim, 1, s.query, LANES, s.scores, LANES, count, lanes, dim, false);
     const bool edge = tile + count - 1 > first || (t.window && tile <= last - t.window);
     for (int lane = 0; lane < lanes; lane += W) {
+      if (tile + KEYS < end) fetch<Stored>(t, table, head, tile + KEYS, end, lane / W, lanes / W);
       const vi position = load<vi>(positions + lane);
       vf high = load<vf>(s.high + lane), before = high;
       for (int64_t key = 0; key < count; key++) {
