@@ -67,7 +67,7 @@ class Budget:
 
     tokens: int
     min_chunk: int = 8
-    min_chunk_beside_decodes: int = 4
+    min_chunk_beside_decodes: int = 8
     target: float = inf
     """Seconds; needs `cost`."""
     cost: CostModel | None = None

@@ -21,8 +21,10 @@ from math import sqrt
 
 PACE_FORGETTING, SHAPE_FORGETTING = 0.93, 0.99
 """Weight of a step after the next one: some fourteen steps count, and some hundred."""
-PRIOR_WEIGHT = 0.05
+TRUST = 0.05
 """How much the first guess of a coefficient counts, in units of what the steps say about it alone."""
+DISTRUST = 0.003
+"""The same, of those that steps tell apart: they come with few rows and with many."""
 SWEEPS = 4
 FLOOR = 1e-3
 """A coefficient stays above this share of its prior: a free prompt token would ask for endless chunks."""
@@ -53,13 +55,14 @@ class Work:
 class Fit:
     """value ≈ pace · shape · features, both ≥ 0."""
 
-    __slots__ = ("_expected", "_gram", "_measured", "_pace", "_prior", "_right", "_shape")
+    __slots__ = ("_expected", "_gram", "_measured", "_pace", "_prior", "_right", "_shape", "_trust")
 
-    def __init__(self, prior: list[float]) -> None:
-        """`prior`: first guess of each coefficient, > 0."""
+    def __init__(self, prior: list[float], trust: tuple[float, ...]) -> None:
+        """`prior`: first guess of each coefficient, > 0, and how much it counts."""
         self._pace = 1.0
         self._expected = self._measured = 0.0
         self._prior = prior
+        self._trust = trust
         self._shape = prior.copy()
         self._gram = [[0.0] * len(prior) for _ in prior]
         self._right = [0.0] * len(prior)
@@ -91,8 +94,8 @@ class Fit:
                 weight = row[i]
                 if weight > 0:
                     missing = self._right[i] - _dot(row, shape)
-                    pull = PRIOR_WEIGHT * weight * (self._prior[i] - shape[i])
-                    step = (missing + pull) / ((1 + PRIOR_WEIGHT) * weight)
+                    pull = self._trust[i] * weight * (self._prior[i] - shape[i])
+                    step = (missing + pull) / ((1 + self._trust[i]) * weight)
                     shape[i] = max(shape[i] + step, FLOOR * self._prior[i])
 
 
@@ -106,10 +109,10 @@ class CostModel:
         attention costs as much as the weights at a context of 4,000."""
         weights = max(weight_bytes, 1_000_000)
         token = weights / 60e9
-        self._decode = Fit([weights / 10e9, weights / 100e9, token / 4000])
+        self._decode = Fit([weights / 10e9, weights / 100e9, token / 4000], (DISTRUST, DISTRUST, TRUST))
         self._decoded = 0
         """Steps without a prompt that were seen."""
-        self._prefill = Fit([token, token / 4000, token / 400])
+        self._prefill = Fit([token, token / 4000, token / 400], (TRUST, TRUST, TRUST))
 
     def decode_seconds(self, rows: int, context: int) -> float:
         """A step of `rows` single tokens, which read `context` tokens together. 0 rows: what any step costs."""
@@ -120,6 +123,11 @@ class CostModel:
     def row_seconds(self) -> float:
         """Of one decoding row more, or one token more in such a row; reading the context aside."""
         return self._decode.theta[1]
+
+    @property
+    def read_seconds(self) -> float:
+        """Of one token more of context that a decoding row reads."""
+        return self._decode.theta[2]
 
     @property
     def token_seconds(self) -> float:

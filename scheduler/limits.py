@@ -24,7 +24,7 @@ class Limits:
     """Longest draft of a row. 0: no speculation."""
     min_chunk: int = 8
     """Prompt tokens that a step computes at least, whatever they cost: progress."""
-    min_chunk_beside_decodes: int = 4
+    min_chunk_beside_decodes: int = 8
     """The same while streams decode: they feel it."""
     look_ahead: int = 8
     """Waiting sequences that are tried in one step."""

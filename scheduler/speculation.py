@@ -26,8 +26,8 @@ from scheduler.sequence import Phase, Sequence
 LEAST_PRICE = 0.05
 """A guess costs at least so much, however little the steps say: it also has to be sampled and given back."""
 
-GUESS_READS = 0.5
-"""What a guess attends to costs so much of reading it once, for the row's own token."""
+GUESS_READS = 0.4
+"""What a guess attends to costs so much of reading it once for the row's own token."""
 
 
 class Speculation:
@@ -51,7 +51,9 @@ class Speculation:
             return work
         left = min(self._tokens - work.rows - work.prefill, self._lines - len(rows))
         seconds = self._cost.decode_seconds(work.rows, work.context)
-        price = max(LEAST_PRICE, work.rows * self._cost.row_seconds / seconds)
+        # All rows wait for a guess: for its row, and for what it reads of a context of the usual length.
+        guess = work.rows * self._cost.row_seconds + GUESS_READS * work.context * self._cost.read_seconds
+        price = max(LEAST_PRICE, guess / seconds)
         drafted, read = 0, 0.0
         for row, sequence in zip(rows, step.counts, strict=True):
             most = min(left - drafted, self._room(sequence)) if row.samples and row.count == 1 else 0

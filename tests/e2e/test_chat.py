@@ -63,7 +63,7 @@ def test_kv_waste_of_32_streams_stays_under_4_percent(daemon: Daemon) -> None:
 
     async def ask(client: openai.AsyncOpenAI, prompt: list[int]) -> int:
         stream = await client.completions.create(
-            model=MODEL, prompt=prompt, max_tokens=80, temperature=0, stream=True, extra_body={"ignore_eos": True}
+            model=MODEL, prompt=prompt, max_tokens=320, temperature=0, stream=True, extra_body={"ignore_eos": True}
         )
         return len([chunk async for chunk in stream])
 
@@ -73,12 +73,11 @@ def test_kv_waste_of_32_streams_stays_under_4_percent(daemon: Daemon) -> None:
             while not all(task.done() for task in tasks):
                 scrape = await asyncio.to_thread(daemon.metrics)
                 slots = BLOCK * scrape["octavo_kv_blocks", ("state", "active")]
-                if scrape["octavo_requests_running",] >= 8:
+                if scrape["octavo_requests_running",] == 32:
                     wasted.append(1 - scrape["octavo_kv_active_tokens",] / slots)
                 await asyncio.sleep(0.1)
             await asyncio.gather(*tasks)
 
     asyncio.run(run())
     assert len(wasted) > 10
-    mean = sum(wasted) / len(wasted)
-    assert mean < 0.04, f"mean {mean:.3f}, worst {max(wasted):.3f}"
+    assert max(wasted) < 0.04

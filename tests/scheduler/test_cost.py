@@ -97,7 +97,7 @@ def test_coefficients_stay_positive() -> None:
 
 def test_fit_needs_matching_features() -> None:
     with pytest.raises(ValueError, match="zip"):
-        Fit([1.0, 1.0]).predict((1.0,))
+        Fit([1.0, 1.0], (0.1, 0.1)).predict((1.0,))
 
 
 # ---- the purse ----

@@ -124,12 +124,12 @@ def test_small_token_budgets() -> None:
     step = scene.plan()
     assert counts(step, *decodes) == [1, 1, 0, 0]
     assert step.crowded
-    scene = Scene(tokens=10)
+    scene = Scene(tokens=14)
     decodes = [scene.run(5, 4) for _ in range(8)]
     prompt = scene.run(50, 8)
     step = scene.plan()
     assert sum(counts(step, *decodes)) == 6
-    assert step.counts[prompt] == 4
+    assert step.counts[prompt] == 8
 
 
 def test_youngest_of_the_lowest_priority_makes_room() -> None:
