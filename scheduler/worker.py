@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import gc
 import logging
+import os
 import signal
 import socket
 import sys
@@ -76,7 +77,8 @@ def _assemble(config: EngineConfig, report: Report) -> tuple[Steps, Ready]:
 
 
 def _end(signum: int, frame: FrameType | None) -> None:
-    sys.exit(0)
+    # Not sys.exit: an exception that meets a destructor is swallowed there, and the process would live on.
+    os._exit(0)
 
 
 def main() -> int:
