@@ -67,7 +67,6 @@ class Budget:
 
     tokens: int
     min_chunk: int = 8
-    min_chunk_beside_decodes: int = 8
     target: float = inf
     """Seconds; needs `cost`."""
     cost: CostModel | None = None
@@ -75,14 +74,13 @@ class Budget:
     def purse(self, rows: int, context: int) -> Purse:
         """What is left for prompts beside `rows` decoding rows that read `context` tokens."""
         tokens = self.tokens - rows
-        min_chunk = self.min_chunk_beside_decodes if rows else self.min_chunk
         cost = self.cost
         if cost is None:
-            return Purse(tokens, min_chunk)
+            return Purse(tokens, self.min_chunk)
         alone = cost.decode_seconds(rows, context)
         if rows:
             allowed = min(max(self.target, MIN_SLOWDOWN * alone), MAX_SLOWDOWN * alone)
         else:
             allowed = max(self.target, ALONE_SLOWDOWN * alone)
         prices = cost.token_seconds, cost.pair_seconds, cost.reach_seconds
-        return Purse(tokens, min_chunk, allowed - alone, *prices)
+        return Purse(tokens, self.min_chunk, allowed - alone, *prices)

@@ -71,12 +71,11 @@ class Engine:
         self._cost = cost or CostModel()
         self._speculation = Speculation(pool, limits, self._cost)
         if limits.target_step_time is None:
-            self._budget = Budget(limits.max_num_batched_tokens, limits.min_chunk, limits.min_chunk_beside_decodes)
+            self._budget = Budget(limits.max_num_batched_tokens, limits.min_chunk)
         else:
             self._budget = Budget(
                 limits.max_num_batched_tokens,
                 limits.min_chunk,
-                limits.min_chunk_beside_decodes,
                 limits.target_step_time,
                 self._cost,
             )

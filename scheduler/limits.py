@@ -23,9 +23,7 @@ class Limits:
     num_speculative_tokens: int = 0
     """Longest draft of a row. 0: no speculation."""
     min_chunk: int = 8
-    """Prompt tokens that a step computes at least, whatever they cost: progress."""
-    min_chunk_beside_decodes: int = 8
-    """The same while streams decode: they feel it."""
+    """Prompt tokens that a step computes at least, whatever they cost and whoever decodes: progress."""
     look_ahead: int = 8
     """Waiting sequences that are tried in one step."""
     max_bypasses: int = 16
@@ -41,7 +39,6 @@ class Limits:
             "max_num_batched_tokens",
             "max_model_len",
             "min_chunk",
-            "min_chunk_beside_decodes",
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")

@@ -115,10 +115,10 @@ def plan(state: SchedulerState, budget: Budget, now: float) -> Plan:
 
 def _most_decodes(state: SchedulerState, budget: Budget) -> int:
     """How many decodes the budget holds, with a chunk for prompts where there is one."""
-    if len(state.running) <= budget.tokens - budget.min_chunk_beside_decodes:
+    if len(state.running) <= budget.tokens - budget.min_chunk:
         return len(state.running)
     chunking = any(len(s.tokens) - s.num_computed > 1 for s in state.running)
-    return max(1, budget.tokens - budget.min_chunk_beside_decodes) if chunking else budget.tokens
+    return max(1, budget.tokens - budget.min_chunk) if chunking else budget.tokens
 
 
 def _victim(state: SchedulerState) -> Sequence:

@@ -19,7 +19,7 @@ class Scene:
         values: dict[str, int | float] = {"max_num_seqs": 8, "max_model_len": 100_000, "watermark": 0.0, **limits}
         self.limits = Limits(max_num_batched_tokens=tokens, **values)  # type: ignore[arg-type]
         self.state = SchedulerState(KVPool(blocks + 1, 4), self.limits)
-        self.budget = Budget(tokens, self.limits.min_chunk, self.limits.min_chunk_beside_decodes)
+        self.budget = Budget(tokens, self.limits.min_chunk)
         self.made = 0
 
     def sequence(self, prompt: list[int] | int, priority: int = 0, max_tokens: int = 8, n: int = 1) -> Sequence:
