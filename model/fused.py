@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from kvpool.storage import KVStorage
@@ -60,15 +59,7 @@ class FusedLayers:
     def __call__(self, x: Tensor, cos_sin: list[tuple[Tensor, Tensor]], inputs: StepInputs, storage: KVStorage) -> None:
         """x [tokens, hidden] float32 becomes the residual stream after the last layer."""
         tables = [part.flatten(1) for pair in cos_sin for part in pair]
-        self._decoder.forward(
-            x, storage.data, tables, inputs.blocks, inputs.offsets, *inputs.plan("rows", lambda: rows(inputs))
-        )
-
-
-def rows(inputs: StepInputs) -> tuple[Tensor, ...]:
-    """The host arrays of a step, as the kernels take them."""
-    arrays = (inputs.row_starts, inputs.starts, inputs.counts, inputs.tables)
-    return tuple(torch.from_numpy(array) for array in arrays)
+        self._decoder.forward(x, storage.data, tables, *inputs.packed())
 
 
 def _matrix(linear: object) -> Any:

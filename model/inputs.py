@@ -76,6 +76,12 @@ class StepInputs:
         """[R, most blocks of any row], padded with the null block 0."""
         self._plans: dict[Hashable, Any] = {}
 
+    def packed(self) -> tuple[Tensor, ...]:
+        """On a CPU: what the compiled kernels are told of the rows (`rows_of` in kernels/library.cpp)."""
+        arrays = (self.row_starts, self.starts, self.counts, self.tables)
+        hosts = self.plan("packed", lambda: tuple(map(torch.from_numpy, arrays)))
+        return self.blocks, self.offsets, *hosts
+
     def plan(self, key: Hashable, build: Callable[[], Plan]) -> Plan:
         """What a backend derives from a step, made once for all layers that share `key`."""
         if key not in self._plans:

@@ -6,7 +6,6 @@ from torch import Tensor
 
 from kvpool.storage import KVStorage
 from model.attention.reference import ReferenceAttention
-from model.fused import rows
 from model.inputs import StepInputs
 from model.kernels.loaded import Kernels
 
@@ -41,9 +40,7 @@ class CpuAttention:
             query.float().contiguous(),
             storage.k[layer],
             storage.v[layer],
-            inputs.blocks,
-            inputs.offsets,
-            *inputs.plan("rows", lambda: rows(inputs)),
+            *inputs.packed(),
             scale,
             window or 0,
             softcap or 0.0,

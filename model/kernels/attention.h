@@ -171,19 +171,12 @@ inline void few_lanes(const Attended& t, const int64_t* table, int64_t head, int
     });
     for (int m = 0; m < M; m++) {
       float* scores = s.scores + m * KEYS;
-      for (int64_t key = count; key % W; key++) scores[key] = -HUGE_VALF;
-      vf top = splat(-HUGE_VALF);
-      for (int64_t key = 0; key < count; key += W) {
-        vf v = load<vf>(scores + key);
-        if (t.softcap != 0) {
-          v = hyperbolic_tangent(v / t.softcap) * t.softcap;
-          store(scores + key, v);
-        }
-        top = greater(v, top);
-      }
-      // The lanes of padding were capped too: they must not count.
       if (t.softcap != 0)
-        for (int64_t key = count; key % W; key++) scores[key] = -HUGE_VALF;
+        for (int64_t key = 0; key < count; key += W)
+          store(scores + key, hyperbolic_tangent(load<vf>(scores + key) / t.softcap) * t.softcap);
+      for (int64_t key = count; key % W; key++) scores[key] = -HUGE_VALF;  // padding of the last vector
+      vf top = splat(-HUGE_VALF);
+      for (int64_t key = 0; key < count; key += W) top = greater(load<vf>(scores + key), top);
       const float high = std::max(s.high[m], most(top));
       vf total = {};
       for (int64_t key = 0; key < count; key += W) {
@@ -271,6 +264,12 @@ inline void many_lanes(const Attended& t, const int64_t* table, int64_t head, in
   }
 }
 
+// Where the result of a lane goes, whose item begins with the step's token `token`.
+inline float* out_of(const Attended& t, int64_t token, int64_t head, int64_t lane) {
+  const int64_t shared = t.shared();
+  return t.out + ((token + lane / shared) * t.heads + head * shared + lane % shared) * t.dim;
+}
+
 template <class Stored>
 inline void attend(const Attended& t, const Rows& rows, const Item& item, Scratch& s) {
   const int64_t shared = t.shared(), dim = t.dim, token = rows.row_starts[item.row] + item.first;
@@ -302,7 +301,7 @@ inline void attend(const Attended& t, const Rows& rows, const Item& item, Scratc
     }
   if (item.part < 0) {
     for (int lane = 0; lane < used; lane++) {
-      float* out = t.out + ((token + lane / shared) * t.heads + item.head * shared + lane % shared) * dim;
+      float* out = out_of(t, token, item.head, lane);
       const float inverse = 1.0f / s.total[lane];
       for (int64_t d = 0; d < dim; d += W) store(out + d, load<vf>(s.out + lane * dim + d) * inverse);
     }
@@ -318,11 +317,11 @@ inline void attend(const Attended& t, const Rows& rows, const Item& item, Scratc
 inline int64_t part_size(int64_t lanes, int64_t dim) { return lanes * (dim + 2); }
 
 inline void merge(const Attended& t, const Rows& rows, const Merge& m) {
-  const int64_t shared = t.shared(), dim = t.dim, token = rows.row_starts[m.row] + m.first;
-  const int64_t lanes = m.count * shared, size = part_size(lanes, dim);
+  const int64_t dim = t.dim, token = rows.row_starts[m.row] + m.first;
+  const int64_t lanes = m.count * t.shared(), size = part_size(lanes, dim);
   const float* parts = t.parts + m.part;
   for (int64_t lane = 0; lane < lanes; lane++) {
-    float* out = t.out + ((token + lane / shared) * t.heads + m.head * shared + lane % shared) * dim;
+    float* out = out_of(t, token, m.head, lane);
     float high = -HUGE_VALF, total = 0;
     for (int p = 0; p < m.parts; p++) high = std::max(high, parts[p * size + lane]);
     for (int64_t d = 0; d < dim; d += W) store(out + d, vf{});

@@ -77,11 +77,12 @@ inline int64_t panel_count(bool gated, int64_t outputs) {
   return (outputs + width - 1) / width;
 }
 
-inline uint16_t bf16_of(float value) {
+template <class Half>
+inline Half narrowed(float value) {
   float many[W] = {value};
-  bf16 half[W];
+  Half half[W];
   narrow(half, load<vf>(many));
-  return half[0].bits;
+  return half[0];
 }
 
 inline void pack_int8(const Matrix& m, int64_t at, int lane, const float* row, int8_t* to) {
@@ -107,16 +108,10 @@ inline void pack_panel(const Matrix& m, int64_t panel, const float* weight) {
     if (!row) continue;
     for (int64_t k = 0; k < m.inputs; k++) switch (m.kind) {
         case Kind::f32: ((float*)to)[k * PANEL + lane] = row[k]; break;
-        case Kind::f16: {
-          float many[W] = {row[k]};
-          f16 half[W];
-          narrow(half, load<vf>(many));
-          ((f16*)to)[k * PANEL + lane] = half[0];
-          break;
-        }
+        case Kind::f16: ((f16*)to)[k * PANEL + lane] = narrowed<f16>(row[k]); break;
         case Kind::bf16: {
           const int64_t at = BF16_PAIRS ? (k / 2 * PANEL + lane) * 2 + k % 2 : (k * W + lane % W) * 2 + (lane < W);
-          ((uint16_t*)to)[at] = bf16_of(row[k]);
+          ((bf16*)to)[at] = narrowed<bf16>(row[k]);
           break;
         }
         case Kind::int8: break;
@@ -293,7 +288,7 @@ inline void encode(const Matrix& m, const Operand& x, int64_t row) {
   if (m.kind == Kind::bf16 && BF16_PAIRS) {
     int64_t k = 0;
     for (; k + W <= m.inputs; k += W) narrow((bf16*)to + k, load<vf>(from + k));
-    for (; k < 2 * pairs(m.inputs); k++) ((bf16*)to)[k].bits = k < m.inputs ? bf16_of(from[k]) : 0;
+    for (; k < 2 * pairs(m.inputs); k++) ((bf16*)to)[k] = narrowed<bf16>(k < m.inputs ? from[k] : 0.0f);
   }
 }
 

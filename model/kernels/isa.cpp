@@ -16,13 +16,10 @@ static void multiply_all(const Matrix& m, const Operand& x, int64_t rows, float*
 
 static void decode(const octavo::Decode& d, const Thread& t) { Step{d}.run(t); }
 
-#define TEXT_OF(name) #name
-#define NAME_OF(name) TEXT_OF(name)
-
 extern const octavo::Kernels kernels;
 const octavo::Kernels kernels = {
-    NAME_OF(OCTAVO_ISA), DIM,           LANES,        W,      sizeof(Scratch), PANEL, panel_count, panel_bytes,
-    encoded_bytes,       source_row,    pack_panel,   encode, multiply_all,    cut,   attend_all,  decode,
+    DIM,           LANES,      W,          sizeof(Scratch), PANEL,        panel_count, panel_bytes,
+    encoded_bytes, source_row, pack_panel, encode,          multiply_all, cut,         attend_all, decode,
 };
 
 }  // namespace OCTAVO_ISA

@@ -161,7 +161,6 @@ struct Attended {
 
 // What one instruction set offers. Everything with a Thread is called by all threads of a region.
 struct Kernels {
-  const char* name;
   int64_t largest_head, most_shared, head_multiple;  // what attention can do
   int64_t scratch_bytes;                             // per thread
   int64_t panel;                                     // outputs of a panel

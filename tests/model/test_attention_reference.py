@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvpool.storage import KVStorage
 from model.attention import reference
+from model.attention.base import Attention
 from model.attention.reference import ReferenceAttention, clean, plan
 from model.batch import Batch, Row
 from model.inputs import InputBuilder, StepInputs
@@ -96,12 +97,14 @@ def check(
     window: int | None = None,
     softcap: float | None = None,
     kv: torch.dtype = torch.float32,
+    attention: Attention | None = None,
 ) -> None:
+    """`attention`: by default the reference."""
     made = scene(rows, heads=heads, kv_heads=kv_heads, dim=dim, size=size, kv=kv)
+    made.storage.data[1 - LAYER].fill_(torch.nan)
     scale = 1.3 / math.sqrt(dim)
-    out = ReferenceAttention()(
-        made.query, made.storage, LAYER, made.inputs, scale=scale, window=window, softcap=softcap
-    )
+    attend = attention or ReferenceAttention()
+    out = attend(made.query, made.storage, LAYER, made.inputs, scale=scale, window=window, softcap=softcap)
     assert out.dtype == made.query.dtype
     torch.testing.assert_close(out.double(), naive(made, rows, scale, window, softcap), rtol=1e-4, atol=1e-5)
 
