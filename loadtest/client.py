@@ -39,6 +39,8 @@ class Target:
     headers: Mapping[str, str] | None = None
     timeout: float = 6 * 3600
     """Seconds for a whole answer."""
+    keep_alive: bool = True
+    """Else each request has a connection of its own: llama.cpp's server closes one after a stream, unannounced."""
 
     @property
     def is_chat(self) -> bool:
@@ -55,12 +57,14 @@ class Served:
 
 
 class Client:
-    """Sends requests over kept-alive connections. Use as an async context manager."""
+    """Sends requests. Use as an async context manager."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),
+            connector=aiohttp.TCPConnector(
+                limit=0, keepalive_timeout=60 if target.keep_alive else None, force_close=not target.keep_alive
+            ),
             timeout=aiohttp.ClientTimeout(total=target.timeout, sock_connect=30),
             headers=target.headers,
         )

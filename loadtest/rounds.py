@@ -99,7 +99,7 @@ async def _measure(plan: Plan, peer: Peer, number: int, cell: Cell, server: Runn
     )
     if not peer.takes_tokens:
         warm_ups, prompts = ([plan.words.as_text(prompt) for prompt in some] for some in (warm_ups, prompts))
-    async with Client(Target(server.base_url, timeout=plan.cell_limit)) as client:
+    async with Client(Target(server.base_url, timeout=plan.cell_limit, keep_alive=False)) as client:
         try:
             model = peer.model or (await client.served()).model
         except (Unreachable, NoModel) as error:

@@ -8,10 +8,11 @@ import subprocess
 
 import openai
 
-from tests.e2e.daemon import MODEL, Daemon
+from tests.e2e.daemon import MODEL, Daemon, serve
 
 REGISTER = "A register of names and codes. Every code is copied exactly.\n"
 BLOCK = 16
+SAMPLES = 20
 
 
 def copy_prompt(code: str) -> str:
@@ -55,29 +56,33 @@ def test_32_sdk_clients_stream_and_each_gets_its_own_answer(daemon: Daemon) -> N
     daemon.wait(daemon.at_rest, 1, "blocks freed")
 
 
-def test_kv_waste_of_32_streams_stays_under_4_percent(daemon: Daemon) -> None:
+def test_kv_waste_of_32_streams_stays_under_4_percent() -> None:
     """Waste: slots of active blocks that hold no token. Only the last block of a sequence can have any, so lengths are
-    spread evenly over a block, as traffic's are."""
+    spread evenly over a block, as traffic's are. No stream ends before all 32 have been seen to run together."""
     prompts = [[1000 + (97 * n + i) % 30_000 for i in range(224 + n % BLOCK)] for n in range(32)]
     wasted: list[float] = []
 
     async def ask(client: openai.AsyncOpenAI, prompt: list[int]) -> int:
         stream = await client.completions.create(
-            model=MODEL, prompt=prompt, max_tokens=320, temperature=0, stream=True, extra_body={"ignore_eos": True}
+            model=MODEL, prompt=prompt, max_tokens=2600, temperature=0, stream=True, extra_body={"ignore_eos": True}
         )
         return len([chunk async for chunk in stream])
 
-    async def run() -> None:
+    async def run(daemon: Daemon) -> None:
         async with openai.AsyncOpenAI(base_url=f"{daemon.url}/v1", api_key="none", max_retries=0) as client:
             tasks = [asyncio.create_task(ask(client, prompt)) for prompt in prompts]
-            while not all(task.done() for task in tasks):
+            while len(wasted) < SAMPLES:
+                assert not any(task.done() for task in tasks)
                 scrape = await asyncio.to_thread(daemon.metrics)
                 slots = BLOCK * scrape["octavo_kv_blocks", ("state", "active")]
                 if scrape["octavo_requests_running",] == 32:
                     wasted.append(1 - scrape["octavo_kv_active_tokens",] / slots)
                 await asyncio.sleep(0.1)
-            await asyncio.gather(*tasks)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
-    asyncio.run(run())
-    assert len(wasted) > 10
+    # Room for 32 whole answers, and one token a step: else the first would end while the last still wait.
+    with serve("--max-num-seqs", "32", "--kv-cache-memory", "2.5GiB", "--num-speculative-tokens", "0") as daemon:
+        asyncio.run(run(daemon))
     assert max(wasted) < 0.04
