@@ -2,12 +2,15 @@
 //
 // Work is cut into items (row, key head, queries, span of keys). An item reads its keys in tiles of KEYS:
 //
-//   few lanes (decode)      scores [lane][key]: dot products along the head, four keys at a time
+//   few lanes (decode)      scores [lane][key]: keys fill the vectors, transposed as they are read
 //   many lanes (a chunk)    scores [key][lane]: two small matrix products; a key is broadcast, lanes fill the vectors,
 //                           so that the softmax over keys needs no step across lanes
 //
 // A lane is one query of one of the heads that share the key head. Where an item has not all of its row's keys it
 // leaves (largest score, sum, weighted values) in a part, and `merge` puts the parts together in the keys' order.
+//
+// Every sum runs in the same order and portions on all of these ways: a query's result does not depend on whether it
+// came alone, in a chunk or behind a draft.
 #pragma once
 
 #include <algorithm>
@@ -98,49 +101,48 @@ inline void widen_tile(const Attended& t, const void* from, const int64_t* table
   }
 }
 
-// scores [lane][key] of M lanes over `run` keys that lie one after the other. Blocks lie anywhere in the pool, so the
-// processor cannot guess what comes next: `ahead` is where a later block is, fetched in step with this one.
+// Where the keys of a tile lie, as `place` gives it; from `last` on, always that one.
+inline void places(const Attended& t, const int64_t* table, int64_t head, int64_t begin, int64_t last, int64_t* at) {
+  for (int64_t key = 0; key < KEYS; key++) at[key] = place(t, table, head, std::min(begin + key, last));
+}
+
+// scores [lane][key] of M lanes over 2 W keys. Each is one chain of additions along the head, as in `many_lanes`.
 template <class Stored, int M>
-inline void dots(const Stored* keys, const char* ahead, int64_t run, const float* query, int64_t dim, float* scores) {
-  int64_t key = 0;
-  for (; key + 4 <= run; key += 4, keys += 4 * dim) {
-    vf total[M][4] = {};
-    for (int64_t i = 0; i < 4 * dim * int64_t(sizeof(Stored)); i += 64) __builtin_prefetch(ahead + i);
-    ahead += 4 * dim * sizeof(Stored);
-    for (int64_t d = 0; d < dim; d += W) {
-      vf k[4];
-#pragma GCC unroll 4
-      for (int i = 0; i < 4; i++) k[i] = widen(keys + i * dim + d);
+inline void dots(const Stored* keys, const int64_t* at, const float* query, int64_t dim, float* scores) {
+  vf total[M][2] = {};
+  for (int64_t d = 0; d < dim; d += W) {
+    vf k[2][W];
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; half++) {
+#pragma GCC unroll 16
+      for (int i = 0; i < W; i++) k[half][i] = widen(keys + at[half * W + i] + d);
+      transpose(k[half]);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < W; i++)
 #pragma GCC unroll 4
       for (int m = 0; m < M; m++) {
-        vf q = load<vf>(query + m * dim + d);
-#pragma GCC unroll 4
-        for (int i = 0; i < 4; i++) total[m][i] += q * k[i];
+        const vf q = splat(query[m * dim + d + i]);
+        total[m][0] += k[0][i] * q;
+        total[m][1] += k[1][i] * q;
       }
-    }
-    for (int m = 0; m < M; m++) sums(total[m][0], total[m][1], total[m][2], total[m][3], scores + m * KEYS + key);
   }
-  for (; key < run; key++, keys += dim)
-    for (int m = 0; m < M; m++) {
-      vf total = {}, none = {};
-      for (int64_t d = 0; d < dim; d += W) total += load<vf>(query + m * dim + d) * widen(keys + d);
-      float four[4];
-      sums(total, none, none, none, four);
-      scores[m * KEYS + key] = four[0];
-    }
+  for (int m = 0; m < M; m++)
+    for (int half = 0; half < 2; half++) store(scores + m * KEYS + half * W, total[m][half]);
 }
 
 // out [lane][dim] += scores [lane][key] · values, N vectors of the head at a time.
 template <class Stored, int M, int N>
-inline void weigh(const Stored* values, const char* ahead, int64_t run, const float* scores, int64_t dim, float* out) {
+inline void weigh(const Stored* values, const int64_t* at, const int64_t* ahead, int64_t count, const float* scores,
+                  int64_t dim, float* out) {
   vf total[M][N];
   for (int m = 0; m < M; m++)
     for (int n = 0; n < N; n++) total[m][n] = load<vf>(out + m * dim + n * W);
-  for (int64_t key = 0; key < run; key++) {
+  for (int64_t key = 0; key < count; key++) {
     vf v[N];
-    __builtin_prefetch(ahead + key * dim * sizeof(Stored));
+    __builtin_prefetch(values + ahead[key]);
 #pragma GCC unroll 4
-    for (int n = 0; n < N; n++) v[n] = widen(values + key * dim + n * W);
+    for (int n = 0; n < N; n++) v[n] = widen(values + at[key] + n * W);
 #pragma GCC unroll 4
     for (int m = 0; m < M; m++) {
       vf p = splat(scores[m * KEYS + key]);
@@ -152,50 +154,49 @@ inline void weigh(const Stored* values, const char* ahead, int64_t run, const fl
     for (int n = 0; n < N; n++) store(out + m * dim + n * W, total[m][n]);
 }
 
+// One query, M of whose heads share the key head. Computes what `many_lanes` computes, in the same order.
 template <class Stored, int M>
-inline void few_lanes(const Attended& t, const int64_t* table, int64_t head, int64_t begin, int64_t end, Scratch& s) {
+inline void few_lanes(const Attended& t, const int64_t* table, int64_t head, int64_t begin, int64_t end,
+                      int64_t position, Scratch& s) {
   const int64_t dim = t.dim;
+  const Stored *keys = (const Stored*)t.keys, *values = (const Stored*)t.values;
+  // Blocks lie anywhere in the pool, so the processor cannot guess what comes next: a later block is fetched in step
+  // with this one.
+  int64_t at[KEYS], ahead[KEYS];
   for (int64_t tile = begin; tile < end; tile += KEYS) {
     const int64_t count = std::min<int64_t>(KEYS, end - tile);
-    auto runs = [&](const void* from, auto use) {
-      for (int64_t done = 0; done < count;) {
-        const int64_t run = std::min(count - done, t.block_size - (tile + done) % t.block_size);
-        const int64_t position = tile + done, later = std::min(position + AHEAD * t.block_size, end - 1);
-        use((const Stored*)from + place(t, table, head, position),
-            (const char*)((const Stored*)from + place(t, table, head, later)), done, run);
-        done += run;
-      }
-    };
-    runs(t.keys, [&](const Stored* keys, const char* ahead, int64_t done, int64_t run) {
-      dots<Stored, M>(keys, ahead, run, s.query, dim, s.scores + done);
-    });
+    places(t, table, head, tile, end - 1, at);
+    places(t, table, head, tile + AHEAD * t.block_size, end - 1, ahead);
+    for (int64_t key = 0; key < count; key += 2 * W) {
+      for (int i = 0; i < 2 * W; i++)
+        for (int64_t d = 0; d < dim; d += 64 / int64_t(sizeof(Stored))) __builtin_prefetch(keys + ahead[key + i] + d);
+      dots<Stored, M>(keys, at + key, s.query, dim, s.scores + key);
+    }
+    const int64_t unseen = t.window ? std::max<int64_t>(0, position - t.window + 1 - tile) : 0;
+    float factors[M], totals[M] = {};
     for (int m = 0; m < M; m++) {
       float* scores = s.scores + m * KEYS;
       if (t.softcap != 0)
         for (int64_t key = 0; key < count; key += W)
           store(scores + key, hyperbolic_tangent(load<vf>(scores + key) / t.softcap) * t.softcap);
+      for (int64_t key = 0; key < unseen; key++) scores[key] = -HUGE_VALF;
       for (int64_t key = count; key % W; key++) scores[key] = -HUGE_VALF;  // padding of the last vector
       vf top = splat(-HUGE_VALF);
       for (int64_t key = 0; key < count; key += W) top = greater(load<vf>(scores + key), top);
-      const float high = std::max(s.high[m], most(top));
-      vf total = {};
-      for (int64_t key = 0; key < count; key += W) {
-        vf p = exponential(load<vf>(scores + key) - high);
-        store(scores + key, p);
-        total += p;
-      }
-      const float factor = exponential(splat(s.high[m] - high))[0];
-      s.total[m] = s.total[m] * factor + sum(total);
+      const float high = std::max(s.high[m], most(top)), base = high == -HUGE_VALF ? 0.0f : high;
+      for (int64_t key = 0; key < count; key += W) store(scores + key, exponential(load<vf>(scores + key) - base));
+      const float factor = factors[m] = exponential(splat(s.high[m] - base))[0];
       if (factor != 1.0f)
         for (int64_t d = 0; d < dim; d += W) store(s.out + m * dim + d, load<vf>(s.out + m * dim + d) * factor);
       s.high[m] = high;
     }
-    runs(t.values, [&](const Stored* values, const char* ahead, int64_t done, int64_t run) {
-      constexpr int N = M <= 3 ? 4 : 2;
-      int64_t d = 0;
-      for (; d + N * W <= dim; d += N * W) weigh<Stored, M, N>(values + d, ahead + d * sizeof(Stored), run, s.scores + done, dim, s.out + d);
-      for (; d < dim; d += W) weigh<Stored, M, 1>(values + d, ahead + d * sizeof(Stored), run, s.scores + done, dim, s.out + d);
-    });
+    for (int64_t key = 0; key < count; key++)
+      for (int m = 0; m < M; m++) totals[m] += s.scores[m * KEYS + key];
+    for (int m = 0; m < M; m++) s.total[m] = s.total[m] * factors[m] + totals[m];
+    constexpr int N = M <= 3 ? 4 : 2;
+    int64_t d = 0;
+    for (; d + N * W <= dim; d += N * W) weigh<Stored, M, N>(values + d, at, ahead, count, s.scores, dim, s.out + d);
+    for (; d < dim; d += W) weigh<Stored, M, 1>(values + d, at, ahead, count, s.scores, dim, s.out + d);
   }
 }
 
@@ -294,10 +295,10 @@ inline void attend(const Attended& t, const Rows& rows, const Item& item, Scratc
     many_lanes<Stored>(t, table, item.head, item.begin, item.end, lanes, positions, s);
   else
     switch (lanes) {
-      case 1: few_lanes<Stored, 1>(t, table, item.head, item.begin, item.end, s); break;
-      case 2: few_lanes<Stored, 2>(t, table, item.head, item.begin, item.end, s); break;
-      case 3: few_lanes<Stored, 3>(t, table, item.head, item.begin, item.end, s); break;
-      default: few_lanes<Stored, 4>(t, table, item.head, item.begin, item.end, s); break;
+      case 1: few_lanes<Stored, 1>(t, table, item.head, item.begin, item.end, positions[0], s); break;
+      case 2: few_lanes<Stored, 2>(t, table, item.head, item.begin, item.end, positions[0], s); break;
+      case 3: few_lanes<Stored, 3>(t, table, item.head, item.begin, item.end, positions[0], s); break;
+      default: few_lanes<Stored, 4>(t, table, item.head, item.begin, item.end, positions[0], s); break;
     }
   if (item.part < 0) {
     for (int lane = 0; lane < used; lane++) {
@@ -333,7 +334,8 @@ inline void merge(const Attended& t, const Rows& rows, const Merge& m) {
       for (int64_t d = 0; d < dim; d += W)
         store(out + d, load<vf>(out + d) + load<vf>(part + 2 * lanes + lane * dim + d) * factor);
     }
-    for (int64_t d = 0; d < dim; d += W) store(out + d, load<vf>(out + d) / total);
+    const float inverse = 1.0f / total;
+    for (int64_t d = 0; d < dim; d += W) store(out + d, load<vf>(out + d) * inverse);
   }
 }
 
@@ -348,7 +350,8 @@ inline int64_t cut(const Rows& rows, const octavo::Geometry& g, int64_t window, 
   for (int64_t row = 0; row < rows.rows; row++)
     for (int64_t first = 0; first < rows.counts[row]; first += most) {
       const int64_t count = std::min(most, rows.counts[row] - first), start = rows.starts[row] + first;
-      const int64_t begin = window ? std::max<int64_t>(0, start - window + 1) : 0, end = start + count;
+      // Whole tiles, so that a query's keys are summed in the same portions whatever queries are beside it.
+      const int64_t begin = window ? std::max<int64_t>(0, start - window + 1) / KEYS * KEYS : 0, end = start + count;
       const int64_t spans = (end - 1) / SPAN - begin / SPAN + 1, size = part_size(count * shared, g.dim);
       for (int32_t head = 0; head < g.kv_heads; head++) {
         if (spans > 1)

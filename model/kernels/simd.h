@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -158,22 +159,33 @@ inline vf gelu_tanh(vf x) {
   return 0.5f * x * (1.0f + hyperbolic_tangent(0.7978845608028654f * (x + 0.044715f * x * x * x)));
 }
 
-// Lane j of a becomes lane j of the result's sum over four vectors: [sum a, sum b, sum c, sum d].
-inline void sums(vf a, vf b, vf c, vf d, float* to) {
-#if defined(__AVX2__) && !defined(OCTAVO_EMULATED)
-#if defined(__AVX512F__)
-  auto fold = [](vf v) {
-    return _mm256_add_ps(_mm512_castps512_ps256((__m512)v), _mm512_extractf32x8_ps((__m512)v, 1));
-  };
+// ---- transposition -------------------------------------------------------------------------------------------
+
+#if defined(__clang__)
+#define OCTAVO_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
-  auto fold = [](vf v) { return (__m256)v; };
+#define OCTAVO_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, vi{__VA_ARGS__})
 #endif
-  __m256 ab = _mm256_hadd_ps(fold(a), fold(b)), cd = _mm256_hadd_ps(fold(c), fold(d));
-  __m256 all = _mm256_hadd_ps(ab, cd);
-  _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1)));
-#else
-  to[0] = sum(a), to[1] = sum(b), to[2] = sum(c), to[3] = sum(d);
-#endif
+
+// Swap, for all rows i without the bit D and all lanes l without it, lane l + D of row i and lane l of row i + D.
+template <int D, int... L>
+inline void swap_blocks(vf* rows, std::integer_sequence<int, L...>) {
+#pragma GCC unroll 16
+  for (int i = 0; i < W; i++) {
+    if (i & D) continue;
+    const vf a = rows[i], b = rows[i + D];
+    rows[i] = OCTAVO_SHUFFLE(a, b, (L & D ? W + L - D : L)...);
+    rows[i + D] = OCTAVO_SHUFFLE(a, b, (L & D ? W + L : L + D)...);
+  }
+}
+
+// Lane j of row i becomes lane i of row j, for W rows.
+inline void transpose(vf* rows) {
+  const auto lanes = std::make_integer_sequence<int, W>();
+  if constexpr (W > 8) swap_blocks<8>(rows, lanes);
+  swap_blocks<4>(rows, lanes);
+  swap_blocks<2>(rows, lanes);
+  swap_blocks<1>(rows, lanes);
 }
 
 }  // namespace OCTAVO_ISA

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,8 +11,10 @@ from hypothesis import strategies as st
 
 from model.attention.cpu import CpuAttention
 from model.attention.reference import ReferenceAttention
+from model.batch import Batch, Row
+from model.inputs import InputBuilder
 from model.kernels.loaded import Kernels
-from tests.model.test_attention_reference import LAYER, Scene, check, scene
+from tests.model.test_attention_reference import CPU, LAYER, PARAMS, Scene, check, scene
 
 Rows = list[tuple[int, int]]
 
@@ -84,6 +88,27 @@ def test_a_row_is_the_same_alone_and_among_others(kernels: Kernels) -> None:
         blocks = torch.from_numpy(table)
         alone.storage.data[:, :, torch.from_numpy(alone.inputs.tables[0])] = together.storage.data[:, :, blocks]
         assert torch.equal(attend(kernels, alone, 0.1, None, None), out[first : first + count])
+
+
+@pytest.mark.parametrize("softcap", [None, 20.0])
+@pytest.mark.parametrize("window", [None, 90, 1010])
+@pytest.mark.parametrize("kv", [torch.float32, torch.bfloat16])
+def test_a_query_is_the_same_alone_and_in_a_chunk(
+    kernels: Kernels, kv: torch.dtype, window: int | None, softcap: float | None
+) -> None:
+    """To the last bit, also where the chunk begins and ends in other tiles and spans of keys than the query alone."""
+    start, count = 985, 70
+    chunk = scene([(3, 5), (start, count)], heads=6, kv_heads=2, dim=64, kv=kv)
+    out = attend(kernels, chunk, 0.1, window, softcap)[5:]
+    blocks = chunk.inputs.tables[1].tolist()
+    for number, position in enumerate(range(start, start + count)):
+        row = Row([0] * (position + 1), position + 1, position, 1, blocks, PARAMS)
+        alone = replace(
+            chunk,
+            query=chunk.query[5 + number : 6 + number],
+            inputs=InputBuilder(1, 16, CPU).build(Batch([row])),
+        )
+        assert torch.equal(attend(kernels, alone, 0.1, window, softcap)[0], out[number]), position
 
 
 def test_a_row_with_broken_numbers_breaks_no_other(kernels: Kernels) -> None:

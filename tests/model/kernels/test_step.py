@@ -25,8 +25,11 @@ from tests.model.parity import build
 
 CPU = torch.device("cpu")
 PARAMS = SamplingParams(max_tokens=1, seed=0)
-STEPS = [[(0, 33), (0, 1), (0, 16)], [(33, 1), (1, 1), (16, 20)], [(34, 1), (2, 9), (36, 1)]]
+Steps = list[list[tuple[int, int]]]
+STEPS: Steps = [[(0, 33), (0, 1), (0, 16)], [(33, 1), (1, 1), (16, 20)], [(34, 1), (2, 9), (36, 1)]]
 """(start, count) of three sequences, step after step."""
+SINGLY: Steps = [[(i, 1) if i < end else (end - 1, 1) for end in (35, 11, 37)] for i in range(37)]
+"""The same, one token at a time; a sequence that is through computes its last token again."""
 
 
 def inputs(rows: list[tuple[int, int]]) -> StepInputs:
@@ -38,14 +41,16 @@ def inputs(rows: list[tuple[int, int]]) -> StepInputs:
     return InputBuilder(128, 16, CPU).build(Batch(batch))
 
 
-def hidden(config: ModelConfig, weights: WeightStore, precision: Precision) -> tuple[Decoder, torch.Tensor]:
+def hidden(
+    config: ModelConfig, weights: WeightStore, precision: Precision, steps: Steps = STEPS
+) -> tuple[Decoder, torch.Tensor]:
     """Hidden states of all steps, one after the other, over a pool that starts as NaN."""
     with torch.inference_mode():
         model = Decoder(config, weights, ReferenceAttention(), precision, CPU, 64)
         storage = KVStorage(config.num_layers, 13, config.num_kv_heads, 16, config.head_dim, precision.kv, CPU)
         storage.data[:, :, 1:] = torch.nan
         out = []
-        for rows in STEPS:
+        for rows in steps:
             step = inputs(rows)
             if model.reads_unwritten:
                 clean(storage, step.opened)
@@ -92,3 +97,21 @@ def test_int8_stays_close(kernels: Kernels, tmp_path: Path) -> None:
     assert float((out - expected).norm() / expected.norm()) < 0.05
     wide, _ = hidden(config, weights, replace(plain, kernels=kernels))
     assert model.weight_bytes < 0.5 * wide.weight_bytes
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_token_is_the_same_in_any_step(
+    kernels: Kernels, family: str, quantization: str | None, tmp_path: Path
+) -> None:
+    """To the last bit, in 16 bits: whatever it is computed with, and however its prompt was cut."""
+    config, weights = opened(family, tmp_path)
+    precision = Precision(torch.bfloat16, torch.float32, torch.bfloat16, kernels, quantization)
+    ways = []
+    for steps in (STEPS, SINGLY):
+        _, out = hidden(config, weights, precision, steps)
+        states = iter(out)
+        places = [(n, start + i) for rows in steps for n, (start, count) in enumerate(rows) for i in range(count)]
+        ways.append({place: next(states) for place in places})
+    assert ways[0].keys() == ways[1].keys()
+    assert all(torch.equal(ways[0][place], ways[1][place]) for place in ways[0])
