@@ -108,9 +108,12 @@ inline void places(const Attended& t, const int64_t* table, int64_t head, int64_
 
 // scores [lane][key] of M lanes over 2 W keys. Each is one chain of additions along the head, as in `many_lanes`.
 template <class Stored, int M>
-inline void dots(const Stored* keys, const int64_t* at, const float* query, int64_t dim, float* scores) {
+inline void dots(const Stored* keys, const int64_t* at, const int64_t* ahead, const float* query, int64_t dim,
+                 float* scores) {
+  constexpr int TURNS = std::max(1, 64 / (W * int(sizeof(Stored))));  // that a key's line of memory lasts
   vf total[M][2] = {};
   for (int64_t d = 0; d < dim; d += W) {
+    for (int i = int(d / W) % TURNS; i < 2 * W; i += TURNS) __builtin_prefetch(keys + ahead[i] + d);
     vf k[2][W];
 #pragma GCC unroll 2
     for (int half = 0; half < 2; half++) {
@@ -167,11 +170,8 @@ inline void few_lanes(const Attended& t, const int64_t* table, int64_t head, int
     const int64_t count = std::min<int64_t>(KEYS, end - tile);
     places(t, table, head, tile, end - 1, at);
     places(t, table, head, tile + AHEAD * t.block_size, end - 1, ahead);
-    for (int64_t key = 0; key < count; key += 2 * W) {
-      for (int i = 0; i < 2 * W; i++)
-        for (int64_t d = 0; d < dim; d += 64 / int64_t(sizeof(Stored))) __builtin_prefetch(keys + ahead[key + i] + d);
-      dots<Stored, M>(keys, at + key, s.query, dim, s.scores + key);
-    }
+    for (int64_t key = 0; key < count; key += 2 * W)
+      dots<Stored, M>(keys, at + key, ahead + key, s.query, dim, s.scores + key);
     const int64_t unseen = t.window ? std::max<int64_t>(0, position - t.window + 1 - tile) : 0;
     float factors[M], totals[M] = {};
     for (int m = 0; m < M; m++) {
