@@ -1,11 +1,14 @@
-"""KVStorage: the pool's memory. The only file of this room that knows torch."""
+"""KVStorage: the pool's memory. With `pages` the only file of this room that knows torch."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
+
+from kvpool.pages import zeroed
 
 
 class KVStorage:
@@ -14,8 +17,8 @@ class KVStorage:
         data  [layers, 2, blocks, kv_heads, block_size, head_dim]
 
     `k[layer]` and `v[layer]` are contiguous views [blocks, kv_heads, block_size, head_dim]; one (block, head) is one
-    contiguous tile. Everything starts as zeros: the memory is really there from the start (a budget that the machine
-    cannot back fails now, not under load), and a masked read of a slot that was never written is finite.
+    contiguous tile. Everything starts as zeros, so that a masked read of a slot that was never written is finite, and
+    is backed by memory from the start or soon after (`kvpool.pages`), not under load.
     """
 
     def __init__(
@@ -30,7 +33,10 @@ class KVStorage:
     ) -> None:
         """`num_blocks` includes the null block 0. Raises what torch raises where the memory cannot be had."""
         shape = (num_layers, 2, num_blocks, kv_heads, block_size, head_dim)
-        self.data = torch.zeros(shape, dtype=dtype, device=device)
+        if torch.device(device).type == "cpu":
+            self.data = zeroed(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+        else:
+            self.data = torch.zeros(shape, dtype=dtype, device=device)
         self.block_size = block_size
         self.k: list[Tensor] = [layer[0] for layer in self.data]
         self.v: list[Tensor] = [layer[1] for layer in self.data]

@@ -121,7 +121,7 @@ def load_runner(options: RunnerOptions, progress: Progress = lambda stage, detai
             precision.kv,
             device,
         )
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         raise ModelError(f"the KV cache of {format_bytes(plan.bytes)} cannot be allocated: {error}") from None
     runner = Runner(model, storage, max_tokens)
     progress("warm-up", "one step of each kind")

@@ -53,10 +53,10 @@ class Supervisor:
         self._conversation = asyncio.create_task(self._client.run(ours, self._config), name="engine")
 
     def _environment(self) -> dict[str, str]:
-        """The one place for what only the engine should see, such as thread counts."""
+        """The one place for what only the engine should see: spinning, and huge pages for the pool and the weights."""
         paths = [str(PACKAGES), os.environ.get("PYTHONPATH", "")]
         own = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-        return {"GOMP_SPINCOUNT": SPIN_COUNT, **os.environ, **own}
+        return {"GOMP_SPINCOUNT": SPIN_COUNT, "THP_MEM_ALLOC_ENABLE": "1", **os.environ, **own}
 
     @property
     def pid(self) -> int | None:

@@ -77,45 +77,52 @@ inline int64_t panel_count(bool gated, int64_t outputs) {
   return (outputs + width - 1) / width;
 }
 
-template <class Half>
-inline Half narrowed(float value) {
-  float many[W] = {value};
-  Half half[W];
-  narrow(half, load<vf>(many));
-  return half[0];
-}
-
 inline void pack_int8(const Matrix& m, int64_t at, int lane, const float* row, int8_t* to) {
   float high = 0;
-  for (int64_t k = 0; row && k < m.inputs; k++) high = std::max(high, std::fabs(row[k]));
+  for (int64_t k = 0; k < m.inputs; k++) high = std::max(high, std::fabs(row[k]));
   const float scale = high / 127.0f;
   int32_t total = 0;
   for (int64_t k = 0; k < groups(m.inputs) * GROUP; k++) {
-    const int8_t integer = row && k < m.inputs && scale > 0 ? int8_t(std::lrint(row[k] / scale)) : 0;
+    const int8_t integer = k < m.inputs && scale > 0 ? int8_t(std::lrint(row[k] / scale)) : 0;
     to[(k / GROUP * PANEL + lane) * GROUP + k % GROUP] = integer;
     total += integer;
   }
   m.scales[at] = scale, m.sums[at] = total;
 }
 
-// Fill a panel from float32 rows [PANEL, inputs], of which those that `source_row` says are padding do not count.
-inline void pack_panel(const Matrix& m, int64_t panel, const float* weight) {
-  char* to = (char*)m.data + panel * panel_bytes(m.kind, m.inputs);
-  std::memset(to, 0, panel_bytes(m.kind, m.inputs));
-  for (int lane = 0; lane < PANEL; lane++) {
-    const float* row = source_row(m, panel, lane) < 0 ? nullptr : weight + lane * m.inputs;
-    if (m.kind == Kind::int8) pack_int8(m, panel * PANEL + lane, lane, row, (int8_t*)to);
-    if (!row) continue;
-    for (int64_t k = 0; k < m.inputs; k++) switch (m.kind) {
-        case Kind::f32: ((float*)to)[k * PANEL + lane] = row[k]; break;
-        case Kind::f16: ((f16*)to)[k * PANEL + lane] = narrowed<f16>(row[k]); break;
-        case Kind::bf16: {
-          const int64_t at = BF16_PAIRS ? (k / 2 * PANEL + lane) * 2 + k % 2 : (k * W + lane % W) * 2 + (lane < W);
-          ((bf16*)to)[at] = narrowed<bf16>(row[k]);
-          break;
-        }
-        case Kind::int8: break;
+// Two vectors of outputs for inputs k and, where bf16 goes in pairs, k + 1.
+inline void put(const Matrix& m, char* to, int64_t k, const vf* a, const vf* b) {
+  switch (m.kind) {
+    case Kind::f32: store((float*)to + k * PANEL, *a), store((float*)to + k * PANEL + W, *b); break;
+    case Kind::f16: narrow((f16*)to + k * PANEL, *a), narrow((f16*)to + k * PANEL + W, *b); break;
+    case Kind::bf16:
+      if (BF16_PAIRS) {
+        if (k % 2) break;
+        uint32_t* words = (uint32_t*)to + k / 2 * PANEL;
+        store(words, rounded(a[1]) << 16 | rounded(a[0])), store(words + W, rounded(b[1]) << 16 | rounded(b[0]));
+      } else {
+        store((uint32_t*)to + k * W, rounded(*a) << 16 | rounded(*b));
       }
+      break;
+    case Kind::int8: break;
+  }
+}
+
+// Fill a panel from float32 rows [PANEL, stride], zero where there is no such row or input; `stride` is a multiple of W
+// and no less than the inputs.
+inline void pack_panel(const Matrix& m, int64_t panel, const float* rows, int64_t stride) {
+  char* to = (char*)m.data + panel * panel_bytes(m.kind, m.inputs);
+  if (m.kind == Kind::int8) {
+    for (int lane = 0; lane < PANEL; lane++)
+      pack_int8(m, panel * PANEL + lane, lane, rows + lane * stride, (int8_t*)to);
+    return;
+  }
+  for (int64_t k = 0; k < m.inputs; k += W) {
+    vf a[W], b[W];
+    for (int lane = 0; lane < W; lane++)
+      a[lane] = load<vf>(rows + lane * stride + k), b[lane] = load<vf>(rows + (W + lane) * stride + k);
+    transpose(a), transpose(b);
+    for (int i = 0; i < W && k + i < m.inputs; i++) put(m, to, k + i, a + i, b + i);
   }
 }
 
@@ -299,6 +306,14 @@ inline float encode_row(const float* x, int64_t inputs, Activated* to) {
   }
   for (; k < groups(inputs) * GROUP; k++) to[k] = Activated(shift);
   return finite == 0.0f ? scale : NAN;
+}
+
+template <class Half>
+inline Half narrowed(float value) {
+  float many[W] = {value};
+  Half half[W];
+  narrow(half, load<vf>(many));
+  return half[0];
 }
 
 // A row of `x` in the form that `m` multiplies, where that is not float32.

@@ -7,6 +7,8 @@
 #include <torch/custom_class.h>
 #include <torch/library.h>
 
+#include <algorithm>
+#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
@@ -24,6 +26,7 @@ using octavo::Kind;
 using std::optional;
 
 const octavo::Kernels& kernels = OCTAVO_ISA::kernels;
+constexpr int64_t MOST_LANES = 16;  // of any instruction set's vectors
 
 Kind kind_of(const Tensor& t, const char* name) {
   switch (t.scalar_type()) {
@@ -60,6 +63,23 @@ void parallel(Work work) {
   }
 }
 
+// Memory for weights, side by side in large pieces, which torch asks huge pages for (THP_MEM_ALLOC_ENABLE): every step
+// reads all of them, and a page of 4 KiB is through in a microsecond.
+Tensor carve(int64_t bytes) {
+  constexpr int64_t PIECE = 64 << 20;
+  static std::mutex mutex;
+  static Tensor piece;
+  static int64_t used;
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (!piece.defined() || used + bytes > piece.numel()) {
+    piece = at::empty({std::max(bytes, PIECE)}, at::kByte);
+    used = 0;
+  }
+  const int64_t begin = used;
+  used += (bytes + 63) / 64 * 64;
+  return piece.narrow(0, begin, bytes);
+}
+
 struct Matrix : torch::CustomClassHolder {
   octavo::Matrix m{};
   Tensor data, scales, sums, bias;
@@ -75,7 +95,7 @@ struct Matrix : torch::CustomClassHolder {
     m.inputs = weight.size(1);
     m.panels = kernels.panel_count(gated, m.outputs);
     const int64_t lanes = m.panels * kernels.panel;
-    data = at::empty({m.panels * kernels.panel_bytes(m.kind, m.inputs)}, at::kByte);
+    data = carve(m.panels * kernels.panel_bytes(m.kind, m.inputs));
     m.data = data.data_ptr();
     if (m.kind == Kind::int8) {
       scales = at::zeros({lanes}, at::kFloat), sums = at::zeros({lanes}, at::kInt);
@@ -96,19 +116,17 @@ struct Matrix : torch::CustomClassHolder {
   }
 
   void pack(const Tensor& weight, int64_t panel) {
-    std::vector<float> rows(kernels.panel * m.inputs);
-    const char* from = (const char*)weight.data_ptr();
+    const int64_t stride = (m.inputs + MOST_LANES - 1) / MOST_LANES * MOST_LANES;
+    std::vector<float> rows(kernels.panel * stride);
     for (int lane = 0; lane < kernels.panel; lane++) {
-      const int64_t row = kernels.source_row(m, panel, lane);
+      const int64_t row = kernels.source_row(m, panel, lane), from = row * m.inputs;
+      float* to = rows.data() + lane * stride;
       if (row < 0) continue;
-      float* to = rows.data() + lane * m.inputs;
-      for (int64_t k = 0; k < m.inputs; k++) switch (weight.scalar_type()) {
-          case at::kFloat: to[k] = ((const float*)from)[row * m.inputs + k]; break;
-          case at::kHalf: to[k] = float(((const at::Half*)from)[row * m.inputs + k]); break;
-          default: to[k] = float(((const at::BFloat16*)from)[row * m.inputs + k]); break;
-        }
+      if (weight.scalar_type() == at::kFloat) std::copy_n(pointer<float>(weight) + from, m.inputs, to);
+      if (weight.scalar_type() == at::kHalf) std::copy_n(pointer<at::Half>(weight) + from, m.inputs, to);
+      if (weight.scalar_type() == at::kBFloat16) std::copy_n(pointer<at::BFloat16>(weight) + from, m.inputs, to);
     }
-    kernels.pack_panel(m, panel, rows.data());
+    kernels.pack_panel(m, panel, rows.data(), stride);
   }
 
   int64_t nbytes() const {

@@ -168,7 +168,7 @@ struct Kernels {
   int64_t (*panel_bytes)(Kind kind, int64_t inputs);
   int64_t (*encoded_bytes)(Kind kind, int64_t inputs);
   int64_t (*source_row)(const Matrix& m, int64_t panel, int lane);
-  void (*pack_panel)(const Matrix& m, int64_t panel, const float* weight);
+  void (*pack_panel)(const Matrix& m, int64_t panel, const float* rows, int64_t stride);
   void (*encode)(const Matrix& m, const Operand& x, int64_t row);
   void (*multiply)(const Matrix& m, const Operand& x, int64_t rows, float* y, const Thread& t);
   int64_t (*cut)(const Rows& rows, const Geometry& g, int64_t window, std::vector<Item>& items,

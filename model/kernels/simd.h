@@ -96,12 +96,13 @@ inline vf widen(const bf16* from) {
 
 inline void narrow(float* to, vf v) { store(to, v); }
 
-inline void narrow(bf16* to, vf v) {  // to nearest, ties to even; NaN stays one
-  vu bits = (vu)v;
-  vu rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  rounded = v == v ? rounded : (vu{} + 0x7fc0);
-  store(to, __builtin_convertvector(rounded, vh));
+// The bits of each lane as bf16: to nearest, ties to even; NaN stays one.
+inline vu rounded(vf v) {
+  const vu bits = (vu)v;
+  return v == v ? (bits + 0x7fff + ((bits >> 16) & 1)) >> 16 : (vu{} + 0x7fc0);
 }
+
+inline void narrow(bf16* to, vf v) { store(to, __builtin_convertvector(rounded(v), vh)); }
 
 #if defined(__AVX512F__)
 inline vf widen(const f16* from) { return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from)); }

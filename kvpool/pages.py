@@ -1,0 +1,42 @@
+"""Zeroed memory for the pool: mapped at once, in huge pages where the system grants them, and backed in the background.
+
+A pool of gigabytes takes seconds to back, and a step that meets a page without memory waits for it. So a thread asks for
+the pages while the server starts, a piece at a time, without writing to them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import sys
+import threading
+import weakref
+
+import torch
+from torch import Tensor
+
+PIECE = 64 << 20
+"""Bytes asked for at a time: some tens of milliseconds."""
+_POPULATE_WRITE = 23
+"""MADV_POPULATE_WRITE, Linux 5.14; what is older backs pages when they are first written."""
+
+
+def zeroed(nbytes: int) -> Tensor:
+    """uint8 [nbytes], all zero; backed within seconds. Raises OSError where so much address space cannot be had."""
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    data = torch.frombuffer(memory, dtype=torch.uint8)
+    if sys.platform == "linux":
+        threading.Thread(target=_back, args=(data.data_ptr(), nbytes, weakref.ref(memory)), daemon=True).start()
+    return data
+
+
+def _back(address: int, nbytes: int, alive: weakref.ref[mmap.mmap]) -> None:
+    """Ask for every page, until the memory is gone. ctypes lets others run meanwhile."""
+    madvise = ctypes.CDLL(None, use_errno=True).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    for begin in range(0, nbytes, PIECE):
+        memory = alive()
+        if memory is None or madvise(address + begin, min(PIECE, nbytes - begin), _POPULATE_WRITE) != 0:
+            return
