@@ -1,7 +1,7 @@
 """Zeroed memory for the pool: mapped at once, in huge pages where the system grants them, and backed in the background.
 
-A pool of gigabytes takes seconds to back, and a step that meets a page without memory waits for it. So a thread asks for
-the pages while the server starts, a piece at a time, without writing to them.
+A pool of gigabytes takes seconds to back, and a step that meets a page without memory waits for it. So a thread asks
+for the pages while the server starts, a piece at a time, without writing to them.
 """
 
 from __future__ import annotations
