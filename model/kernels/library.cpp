@@ -301,17 +301,18 @@ bool attends(int64_t heads, int64_t kv_heads, int64_t dim) {
          heads / kv_heads <= kernels.most_shared;
 }
 
-// `work` is called for every row, by any thread, with memory for a vocabulary.
+// `work` is called for every row, by any thread, with memory for a vocabulary. A few rows are not worth a region.
 template <class Work>
 void each_row(int64_t rows, int64_t vocab, Work work) {
   const int64_t bytes = (OCTAVO_ISA::sampling.scratch_bytes(vocab) + 63) / 64 * 64;
   static thread_local Buffer buffer;
   char* scratch = buffer.take(bytes * at::get_num_threads());
-  if (rows == 1) return work(0, scratch);
   std::atomic<int64_t> next{0};
-  parallel([&](const octavo::Thread& t) {
+  const auto share = [&](const octavo::Thread& t) {
     for (int64_t row; (row = next.fetch_add(1, std::memory_order_relaxed)) < rows;) work(row, scratch + t.number * bytes);
-  });
+  };
+  if (rows * vocab <= 1 << 18) share({0, 1, nullptr});
+  else parallel(share);
 }
 
 // logits [rows, vocab] float32; wishes [rows, 5] float64 → tokens [rows], NO_TOKEN or BAD_LOGITS among them.

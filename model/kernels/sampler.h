@@ -185,18 +185,23 @@ class Survey {
     return found;
   }
 
-  // Draw one of what was cut.
-  int64_t pick(double uniform, const Cut& cut) const {
-    double whole = 0, sum = 0;
-    int64_t found = likeliest;
-    each(cut, [&](int64_t i) {
-      whole += values[i];
-      return true;
-    });
-    each(cut, [&](int64_t i) {
-      if (values[i] > 0) found = ids[i];
-      return (sum += values[i]) <= uniform * whole;
-    });
+  // All candidates of at least this weight.
+  Cut at_least(float weight) const {
+    Cut all{weight, count, 0};
+    for (int64_t i = 0; i < count; i++) all.sum += values[i] >= weight ? values[i] : 0;
+    return all;
+  }
+
+  // Draw one of what was cut: where the running sum of its weights exceeds a share of their sum.
+  int64_t pick(double share, const Cut& cut) const {
+    const double target = share * cut.sum;
+    double sum = 0;
+    int64_t found = likeliest, ties = cut.ties;
+    for (int64_t i = 0; i < count && sum <= target; i++) {
+      const float weight = values[i];
+      if (weight == 0 || weight < cut.value || (weight == cut.value && ties-- <= 0)) continue;
+      found = ids[i], sum += weight;
+    }
     return found;
   }
 
@@ -229,14 +234,6 @@ class Survey {
   }
 
   vf weights(vf v, float coldness) const { return power_of_two((v - peak) * coldness); }
-
-  // Until `visit` says no.
-  template <class Visit>
-  void each(const Cut& cut, Visit visit) const {
-    int64_t ties = cut.ties;
-    for (int64_t i = 0; i < count; i++)
-      if ((values[i] > cut.value || (values[i] == cut.value && ties-- > 0)) && !visit(i)) return;
-  }
 
   double* sums_;   // [stripes] of weights
   float* tops_;    // [stripes, W]
@@ -276,9 +273,8 @@ inline int64_t draw(const float* logits, int64_t size, const Wish& wish, void* s
   }
   const int64_t most = counted ? int64_t(wish.top_k) : size;
   if (shared && counted) share = wish.top_p * row.cut(most, DBL_MAX).sum;
-  Cut cut = row.cut(most, share);
-  if (cut.value < floor) cut = {floor, size, 0};
-  return row.pick(wish.uniform, cut);
+  const Cut cut = row.cut(most, share);
+  return row.pick(wish.uniform, cut.value < floor ? row.at_least(floor) : cut);
 }
 
 inline void logprobs(const float* logits, int64_t size, int64_t token, int64_t count, double* values, int64_t* numbers,
