@@ -63,9 +63,10 @@ class Runner:
                 for number in drawing:
                     draft = rows[number].draft
                     end = begin + 1 + len(draft)
-                    drawn = agreed(draft, tokens[begin:end])
+                    drawn = agreed(draft, tokens[begin:end]) if draft else tokens[begin:end]
                     result.tokens[number] = drawn
-                    result.logprobs[number] = [v for v in logprobs[begin : begin + len(drawn)] if v is not None]
+                    if rows[number].params.logprobs is not None:
+                        result.logprobs[number] = [v for v in logprobs[begin : begin + len(drawn)] if v is not None]
                     begin = end
             for number, row in enumerate(rows):
                 if row.params.prompt_logprobs is not None:
@@ -84,8 +85,10 @@ class Runner:
         """Per row that wants prompt logprobs: hidden states [n, hidden] and the n prompt tokens that follow them."""
         found = {}
         for number, row in enumerate(rows):
+            if row.params.prompt_logprobs is None:
+                continue
             count = min(row.start + row.count, row.prompt_len - 1) - row.start
-            if row.params.prompt_logprobs is not None and count > 0:
+            if count > 0:
                 begin = row_starts[number]
                 following = row.tokens[row.start + 1 : row.start + 1 + count]
                 found[number] = (hidden[begin : begin + count], following)
