@@ -75,8 +75,8 @@ class StepInputs:
 
     @property
     def opened(self) -> Tensor:
-        """Blocks that this step begins to write and does not fill. Where somebody reads their unwritten slots, those must
-        hold finite numbers."""
+        """Blocks that this step begins to write and does not fill. Unwritten slots must hold finite numbers where a
+        backend reads them."""
         # A block is opened by the token at its first slot; only a row's last block can stay unfilled.
         last, size = self.contexts // self.block_size, self.block_size
         opens = (self.contexts % size != 0) & (self.starts <= last * size)
