@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 
 from loadtest.client import clock
 from loadtest.outcome import Failure, Outcome
+from loadtest.profile import Laps, Stopwatch, profile_fields, profile_table, watch
 from loadtest.report import row
 from loadtest.server_bench import progress, token_prompts
 from scheduler.config import EngineConfig
@@ -43,6 +44,8 @@ class Step:
     """In use."""
     tokens: int
     """Held in them."""
+    phases: dict[str, int] = field(default_factory=dict)
+    """Nanoseconds of each, where the engine is profiled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +96,20 @@ def measure_engine(args: argparse.Namespace) -> tuple[Ready, EngineRun]:
         if isinstance(prompt.content, list)
     ]
     drive(engine, requests[args.num_prompts :], concurrency, lambda outcome: None)
+    stopwatch = watch(engine) if args.profile else None
     with progress(args, args.num_prompts) as bar:
-        return ready, drive(engine, requests[: args.num_prompts], concurrency, lambda outcome: bar.update())
+        run = drive(engine, requests[: args.num_prompts], concurrency, lambda outcome: bar.update(), stopwatch)
+    return ready, run
 
 
-def drive(engine: Steps, requests: Sequence[Submit], concurrency: int, done: Callable[[Outcome], object]) -> EngineRun:
-    """Keep `concurrency` of the requests in the engine until all have ended."""
+def drive(
+    engine: Steps,
+    requests: Sequence[Submit],
+    concurrency: int,
+    done: Callable[[Outcome], object],
+    stopwatch: Stopwatch | None = None,
+) -> EngineRun:
+    """Keep `concurrency` of the requests in the engine until all have ended. `stopwatch` watches the engine."""
     outcomes: list[Outcome] = []
     live: dict[int, Outcome] = {}
     steps: list[Step] = []
@@ -112,9 +123,12 @@ def drive(engine: Steps, requests: Sequence[Submit], concurrency: int, done: Cal
             outcomes.append(live[request.id])
         if not live:
             break
+        if stopwatch is not None:
+            stopwatch.take()
         before = clock()
         output = engine.step(inbox)
         after = clock()
+        phases = stopwatch.take() if stopwatch is not None else {}
         for outcome in _apply(output, live, after):
             done(outcome)
         stats = output.stats
@@ -129,6 +143,7 @@ def drive(engine: Steps, requests: Sequence[Submit], concurrency: int, done: Cal
                     decodes=stats.step_tokens - chunks - (stats.drafted_tokens - last.drafted_tokens),
                     blocks=stats.blocks_active,
                     tokens=stats.tokens_active,
+                    phases=phases,
                 )
             )
         last = stats
@@ -167,9 +182,7 @@ def step_table(run: EngineRun, block_size: int) -> str:
     if not run.steps:
         return "no steps"
     lines = [f"{'Engine steps':-^50}", row("Steps:", len(run.steps))]
-    chunked = [step for step in run.steps if step.prompt_tokens]
-    decoding = [step for step in run.steps if not step.prompt_tokens]
-    for name, steps in (("Decode-only", decoding), ("Steps with prompt tokens", chunked)):
+    for name, steps in _kinds(run).items():
         if steps:
             times = np.array([step.seconds for step in steps]) * 1000
             lines += [
@@ -192,7 +205,20 @@ def step_table(run: EngineRun, block_size: int) -> str:
         row("Draft tokens that were right:", run.accepted_tokens),
         "=" * 50,
     ]
+    if run.steps[0].phases:
+        lines.append(profile_table(_laps(run)))
     return "\n".join(lines)
+
+
+def _kinds(run: EngineRun) -> dict[str, list[Step]]:
+    return {
+        "Decode-only": [step for step in run.steps if not step.prompt_tokens],
+        "Steps with prompt tokens": [step for step in run.steps if step.prompt_tokens],
+    }
+
+
+def _laps(run: EngineRun) -> dict[str, Laps]:
+    return {kind: [step.phases for step in steps] for kind, steps in _kinds(run).items()}
 
 
 def _mean(values: Sequence[int]) -> float:
@@ -202,6 +228,8 @@ def _mean(values: Sequence[int]) -> float:
 def step_fields(run: EngineRun, detailed: bool) -> dict[str, object]:
     """The same for the JSON file; detailed: every step, as columns."""
     fields: dict[str, object] = {"steps": len(run.steps), "preemptions": run.preemptions}
+    if run.steps and run.steps[0].phases:
+        fields["profile"] = profile_fields(_laps(run))
     if detailed:
         for name in ("seconds", "model_seconds", "rows", "prompt_tokens", "decodes", "blocks", "tokens"):
             fields[f"step_{name}"] = [getattr(step, name) for step in run.steps]

@@ -97,6 +97,7 @@ def make_parser() -> argparse.ArgumentParser:
     engine("--target-step-time", type=positive(float), default=0.1, help="seconds of a step with a chunk, on a CPU")
     engine("--num-speculative-tokens", type=natural, default=8, help="tokens guessed at most; 0: no speculation")
     engine("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True, help="share prefixes")
+    engine("--profile", action="store_true", help="print where the microseconds of a step go")
     return parser
 
 
@@ -113,6 +114,8 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         parser.error("--dataset-path goes with --dataset-name sharegpt")
     if args.engine is not None and (args.request_rate != math.inf or args.ramp_up_strategy is not None):
         parser.error("--engine runs a closed loop: --max-concurrency, not --request-rate")
+    if args.profile and args.engine is None:
+        parser.error("--profile looks into the engine: it needs --engine")
     if args.engine is not None and args.dataset_path is not None:
         parser.error("--engine takes token prompts only, so no --dataset-path")
     if args.engine is not None and args.ignore_eos is False:

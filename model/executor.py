@@ -13,6 +13,7 @@ from model.attention.reference import clean
 from model.batch import Batch, Pending, Row, StepResult
 from model.decoder import Model
 from model.inputs import InputBuilder, draws
+from model.kernels.loaded import Kernels
 from model.logprobs import prompt_logprobs
 from model.params import Logprob
 from model.sampler import Sampler
@@ -25,11 +26,15 @@ PROMPT_ROWS = 64
 class Runner:
     """See `model.batch.Executor`. Depth 0 on a CPU; on a GPU `execute` only enqueues, and `result` waits."""
 
-    def __init__(self, model: Model, storage: KVStorage, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self, model: Model, storage: KVStorage, max_num_batched_tokens: int, kernels: Kernels | None = None
+    ) -> None:
+        """kernels: to sample with; on a CPU only."""
         self.model = model
         self.storage = storage
         self._builder = InputBuilder(max_num_batched_tokens, storage.block_size, storage.data.device)
-        self._sampler = Sampler()
+        self._kernels = kernels
+        self._sampler = Sampler(kernels)
 
     def execute(self, batch: Batch) -> Pending:
         """Enqueue a step. ValueError where it is larger than the runner, or a row's table is too short."""
@@ -58,9 +63,10 @@ class Runner:
                 for number in drawing:
                     draft = rows[number].draft
                     end = begin + 1 + len(draft)
-                    drawn = agreed(draft, tokens[begin:end])
+                    drawn = agreed(draft, tokens[begin:end]) if draft else tokens[begin:end]
                     result.tokens[number] = drawn
-                    result.logprobs[number] = [v for v in logprobs[begin : begin + len(drawn)] if v is not None]
+                    if rows[number].params.logprobs is not None:
+                        result.logprobs[number] = [v for v in logprobs[begin : begin + len(drawn)] if v is not None]
                     begin = end
             for number, row in enumerate(rows):
                 if row.params.prompt_logprobs is not None:
@@ -71,7 +77,7 @@ class Runner:
                 values: list[Logprob] = []
                 for begin in range(0, len(following), PROMPT_ROWS):
                     logits = self.model.logits(hidden[begin : begin + PROMPT_ROWS])
-                    values += prompt_logprobs(logits, following[begin : begin + PROMPT_ROWS], k)
+                    values += prompt_logprobs(logits, following[begin : begin + PROMPT_ROWS], k, self._kernels)
                 result.prompt_logprobs[number] = values
         return result
 
@@ -79,8 +85,10 @@ class Runner:
         """Per row that wants prompt logprobs: hidden states [n, hidden] and the n prompt tokens that follow them."""
         found = {}
         for number, row in enumerate(rows):
+            if row.params.prompt_logprobs is None:
+                continue
             count = min(row.start + row.count, row.prompt_len - 1) - row.start
-            if row.params.prompt_logprobs is not None and count > 0:
+            if count > 0:
                 begin = row_starts[number]
                 following = row.tokens[row.start + 1 : row.start + 1 + count]
                 found[number] = (hidden[begin : begin + count], following)

@@ -38,7 +38,6 @@ class StepInputs:
         "device",
         "lengths",
         "offsets",
-        "opened",
         "positions",
         "row_starts",
         "sampled",
@@ -47,7 +46,7 @@ class StepInputs:
         "token_ids",
     )
 
-    def __init__(self, packed: Tensor, opened: Tensor, sampled: Tensor, block_size: int) -> None:
+    def __init__(self, packed: Tensor, sampled: Tensor, block_size: int) -> None:
         self.token_ids: Tensor = packed[_TOKENS]
         """[T]"""
         self.positions: Tensor = packed[_POSITIONS]
@@ -58,8 +57,6 @@ class StepInputs:
         """[T]"""
         self.lengths: Tensor = packed[_LENGTHS]
         """[T] known tokens of each token's sequence, computed or not; of a draft, those up to the token itself."""
-        self.opened = opened
-        """Blocks that this step begins to write and does not fill: their unwritten slots must hold finite numbers."""
         self.sampled = sampled
         """[S] index among the T tokens of those behind which a token is drawn: a row's last one, and its draft."""
         self.device = packed.device
@@ -75,6 +72,15 @@ class StepInputs:
         self.tables: Ints
         """[R, most blocks of any row], padded with the null block 0."""
         self._plans: dict[Hashable, Any] = {}
+
+    @property
+    def opened(self) -> Tensor:
+        """Blocks that this step begins to write and does not fill. Unwritten slots must hold finite numbers where a
+        backend reads them."""
+        # A block is opened by the token at its first slot; only a row's last block can stay unfilled.
+        last, size = self.contexts // self.block_size, self.block_size
+        opens = (self.contexts % size != 0) & (self.starts <= last * size)
+        return to_device(self.tables[opens, last[opens]], self.device)
 
     def packed(self) -> tuple[Tensor, ...]:
         """On a CPU: what the compiled kernels are told of the rows (`rows_of` in kernels/library.cpp)."""
@@ -114,13 +120,14 @@ class InputBuilder:
         counts = np.array([row.count for row in rows], np.int64) + drafts
         contexts = starts + counts
         row_starts = np.zeros(len(rows) + 1, np.int64)
-        np.cumsum(counts, out=row_starts[1:])
+        counts.cumsum(out=row_starts[1:])
         total = int(row_starts[-1])
         if total > self._packed.shape[1]:
             raise ValueError(f"a step of {total} tokens is larger than the {self._packed.shape[1]} of the runner")
         needed = -(-contexts // size)
         tables = np.zeros((len(rows), int(needed.max())), np.int64)
         tokens: list[int] = []
+        sampled: list[int] = []
         for number, (row, blocks) in enumerate(zip(rows, needed.tolist(), strict=True)):
             if len(row.blocks) < blocks:
                 raise ValueError(f"row {number} needs {blocks} blocks and its table has {len(row.blocks)}")
@@ -129,6 +136,8 @@ class InputBuilder:
                 tokens.append(row.tokens[row.start])
             else:
                 tokens += row.tokens[row.start : row.start + row.count]
+            if draws(row):
+                sampled += range(len(tokens) - 1, len(tokens) + len(row.draft))
             tokens += row.draft
 
         packed = self._packed[:, :total]
@@ -139,14 +148,7 @@ class InputBuilder:
         columns, packed[_OFFSETS] = np.divmod(positions, size)
         packed[_BLOCKS] = tables[owner, columns]
         packed[_LENGTHS] = np.maximum(np.array([len(row.tokens) for row in rows], np.int64)[owner], positions + 1)
-        # A block is opened by the token at its first slot; only a row's last block can stay unfilled.
-        opens = (contexts % size != 0) & (starts <= contexts // size * size)
-        opened = tables[opens, contexts[opens] // size]
-        drawing = [draws(row) for row in rows]
-        widths = 1 + drafts[drawing]
-        sampled = np.repeat(row_starts[1:][drawing] - np.cumsum(widths), widths) + np.arange(widths.sum())
-
-        inputs = StepInputs(self._move(packed), self._move(opened), self._move(sampled), size)
+        inputs = StepInputs(self._move(packed), self._move(np.array(sampled, np.int64)), size)
         inputs.row_starts, inputs.starts, inputs.counts, inputs.contexts = row_starts, starts, counts, contexts
         inputs.tables = tables
         return inputs

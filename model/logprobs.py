@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from model.kernels.loaded import Kernels
 from model.params import Logprob
 
 FLOOR = -9999.0
@@ -16,11 +18,23 @@ _SLAB = 1 << 23
 """Logits looked at in one go: bounds what a long prompt takes beside its logits."""
 
 
-def token_logprobs(logits: torch.Tensor, tokens: Sequence[int], counts: Sequence[int]) -> list[Logprob]:
+def token_logprobs(
+    logits: torch.Tensor,
+    tokens: Sequence[int],
+    counts: Sequence[int],
+    *,
+    rows: Sequence[int] | None = None,
+    kernels: Kernels | None = None,
+) -> list[Logprob]:
     """Logprob and rank of one token per row, and of the row's likeliest `counts[i]` tokens, lower ids first in a tie.
 
-    logits: float32 [len(tokens), vocab], any device. Natural logarithms, never below FLOOR; NaN reads as FLOOR.
+    logits: float32 [len(tokens), vocab], any device; with `rows`, those of them. Natural logarithms, never below
+    FLOOR; NaN reads as FLOOR.
     """
+    if kernels is not None:
+        return _compiled(kernels, logits, tokens, counts, range(len(tokens)) if rows is None else rows)
+    if rows is not None and len(rows) < logits.shape[0]:
+        logits = logits.index_select(0, torch.tensor(rows, device=logits.device))
     slab = max(1, _SLAB // logits.shape[1])
     result: list[Logprob] = []
     for start in range(0, len(tokens), slab):
@@ -29,9 +43,28 @@ def token_logprobs(logits: torch.Tensor, tokens: Sequence[int], counts: Sequence
     return result
 
 
-def prompt_logprobs(logits: torch.Tensor, next_tokens: Sequence[int], k: int) -> list[Logprob]:
+def prompt_logprobs(
+    logits: torch.Tensor, next_tokens: Sequence[int], k: int, kernels: Kernels | None = None
+) -> list[Logprob]:
     """`token_logprobs` with the same k for all rows; row i's token is the prompt's next one."""
-    return token_logprobs(logits, next_tokens, [k] * len(next_tokens))
+    return token_logprobs(logits, next_tokens, [k] * len(next_tokens), kernels=kernels)
+
+
+def _compiled(
+    kernels: Kernels, logits: torch.Tensor, tokens: Sequence[int], counts: Sequence[int], rows: Sequence[int]
+) -> list[Logprob]:
+    counts = np.minimum(counts, logits.shape[1]).tolist()
+    columns = (torch.tensor(column, dtype=torch.int64) for column in (rows, tokens, counts))
+    values, numbers = kernels.ops.logprobs(logits, *columns, max(counts))
+    result = []
+    for i, (row_values, row_numbers) in enumerate(zip(values.tolist(), numbers.tolist(), strict=True)):
+        if math.isnan(row_values[0]):  # the reference knows what a broken row reads as
+            result += token_logprobs(logits, tokens[i : i + 1], counts[i : i + 1], rows=rows[i : i + 1])
+            continue
+        end = 1 + counts[i]
+        value, *top = [max(value, FLOOR) for value in row_values[:end]]
+        result.append(Logprob(logprob=value, rank=row_numbers[0], top_ids=row_numbers[1:end], top_logprobs=top))
+    return result
 
 
 def _slab_logprobs(logits: torch.Tensor, tokens: Sequence[int], counts: Sequence[int]) -> list[Logprob]:

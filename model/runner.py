@@ -123,7 +123,7 @@ def load_runner(options: RunnerOptions, progress: Progress = lambda stage, detai
         )
     except (RuntimeError, OSError) as error:
         raise ModelError(f"the KV cache of {format_bytes(plan.bytes)} cannot be allocated: {error}") from None
-    runner = Runner(model, storage, max_tokens)
+    runner = Runner(model, storage, max_tokens, kernels)
     progress("warm-up", "one step of each kind")
     warm_up(runner, min(max_tokens, max_model_len, plan.num_tokens, 64))
     return LoadedModel(

@@ -3,12 +3,14 @@
     logits ─▶ penalties ─▶ bias ─▶ masks ─▶ temperature ─▶ top-k ─▶ top-p ─▶ min-p ─▶ one uniform, inverse CDF
        └─▶ logprobs           model.edits                      model.truncation          model.uniform
 
-What a row draws depends on its own logits, tokens and parameters only, never on the rows beside it.
+What a row draws depends on its own logits, tokens and parameters only, never on the rows beside it. On a CPU the
+compiled kernels (`model/kernels/sampler.h`) do all but the edits; what is here is their reference, and what a GPU runs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -16,6 +18,7 @@ from numpy.typing import NDArray
 
 from model.batch import BAD_LOGITS, NO_TOKEN, Row
 from model.edits import edit, is_edited
+from model.kernels.loaded import Kernels
 from model.logprobs import token_logprobs
 from model.params import Logprob, SamplingParams
 from model.truncation import truncate
@@ -29,48 +32,62 @@ _BLOCK = 128
 class Sampler:
     """Draws one token per row. Keeps nothing between calls."""
 
+    def __init__(self, kernels: Kernels | None = None) -> None:
+        self._kernels = kernels
+
     def sample(self, logits: torch.Tensor, rows: Sequence[Row]) -> tuple[list[int], list[Logprob | None]]:
         """Token and, where `params.logprobs` asks for it, logprob of every row. logits: float32 [len(rows), vocab].
 
         BAD_LOGITS for a row whose logits hold NaN or +inf, or nothing but -inf. NO_TOKEN where the request's own masks
         leave no token: its sequence must end.
         """
-        peaks, likeliest = _peaks(logits)
-        tokens = np.where(np.isfinite(peaks), likeliest, BAD_LOGITS)
-        plain: list[int] = []
-        edited: list[int] = []
-        for i in np.flatnonzero(tokens >= 0).tolist():
-            (edited if is_edited(rows[i]) else plain).append(i)
-        _draw_random(logits, peaks, plain, rows, tokens)
+        edited = [i for i, row in enumerate(rows) if is_edited(row)]
+        draw = _draw if self._kernels is None else partial(_draw_compiled, self._kernels)
+        tokens = draw(logits, rows, frozenset(edited))
+        tokens[tokens == NO_TOKEN] = BAD_LOGITS
+        edited = [i for i in edited if tokens[i] >= 0]
         if edited:
-            scores = _select(logits, edited)
-            edit(scores, [rows[i] for i in edited])
-            _draw_edited(scores, edited, rows, tokens)
+            scores, own = _select(logits, edited), [rows[i] for i in edited]
+            edit(scores, own)
+            tokens[edited] = draw(scores, own, frozenset())
         result: list[int] = tokens.tolist()
-        return result, _logprobs(logits, rows, result)
+        return result, self._logprobs(logits, rows, result)
+
+    def _logprobs(self, logits: torch.Tensor, rows: Sequence[Row], tokens: list[int]) -> list[Logprob | None]:
+        result: list[Logprob | None] = [None] * len(rows)
+        asked = [(i, k) for i, row in enumerate(rows) if (k := row.params.logprobs) is not None and tokens[i] >= 0]
+        if asked:
+            numbers = [i for i, _ in asked]
+            own = [tokens[i] for i in numbers]
+            values = token_logprobs(logits, own, [k for _, k in asked], rows=numbers, kernels=self._kernels)
+            for i, value in zip(numbers, values, strict=True):
+                result[i] = value
+        return result
 
 
-def _draw_edited(scores: torch.Tensor, edited: list[int], rows: Sequence[Row], tokens: NDArray[np.int64]) -> None:
-    """Fill in the tokens of rows `edited`, whose edited logits are `scores` [len(edited), vocab]."""
+def _draw_compiled(
+    kernels: Kernels, scores: torch.Tensor, rows: Sequence[Row], checked: frozenset[int]
+) -> NDArray[np.int64]:
+    """`_draw`, in one call."""
+    wishes = np.zeros((len(rows), 5))
+    drawn = [i for i, row in enumerate(rows) if i not in checked and not _is_greedy(row.params)]
+    if drawn:
+        params = [rows[i].params for i in drawn]
+        wishes[drawn, :4] = [(p.temperature, p.top_k, p.top_p, p.min_p) for p in params]
+        wishes[drawn, 4] = _numbers([rows[i] for i in drawn])
+    tokens: NDArray[np.int64] = kernels.ops.draw(scores, torch.from_numpy(wishes)).numpy()
+    return tokens
+
+
+def _draw(scores: torch.Tensor, rows: Sequence[Row], checked: frozenset[int]) -> NDArray[np.int64]:
+    """A token of every row, NO_TOKEN where all is -inf, BAD_LOGITS where there is NaN or +inf. Rows in `checked` will
+    draw later: theirs may be any token."""
     peaks, likeliest = _peaks(scores)
-    own = np.where(np.isfinite(peaks), likeliest, BAD_LOGITS)
-    own[np.isneginf(peaks)] = NO_TOKEN
-    able = np.flatnonzero(np.isfinite(peaks)).tolist()
-    _draw_random(scores, peaks, able, [rows[i] for i in edited], own)
-    tokens[edited] = own
-
-
-def _draw_random(
-    scores: torch.Tensor,
-    peaks: NDArray[np.float32],
-    candidates: list[int],
-    rows: Sequence[Row],
-    tokens: NDArray[np.int64],
-) -> None:
-    """Replace the argmax in `tokens` by a draw, for those of rows `candidates` that want one."""
-    drawn = [i for i in candidates if not _is_greedy(rows[i].params)]
+    tokens = np.where(np.isfinite(peaks), likeliest, BAD_LOGITS)
+    tokens[np.isneginf(peaks)] = NO_TOKEN
+    drawn = [i for i in np.flatnonzero(tokens >= 0).tolist() if i not in checked and not _is_greedy(rows[i].params)]
     if not drawn:
-        return
+        return tokens
     if len(drawn) < scores.shape[0]:
         scores = _select(scores, drawn)
     params = [rows[i].params for i in drawn]
@@ -80,8 +97,12 @@ def _draw_random(
     # The peak goes first: logits divided by a small temperature overflow, differences to the peak only underflow.
     probs = torch.softmax((scores - tops).div_(temperatures), 1)
     truncate(probs, params)
-    numbers = uniforms([p.seed for p in params], [rows[i].index for i in drawn], [len(rows[i].tokens) for i in drawn])
-    tokens[drawn] = inverse_cdf(probs, numbers)
+    tokens[drawn] = inverse_cdf(probs, _numbers([rows[i] for i in drawn]))
+    return tokens
+
+
+def _numbers(rows: Sequence[Row]) -> NDArray[np.float64]:
+    return uniforms([row.params.seed for row in rows], [row.index for row in rows], [len(row.tokens) for row in rows])
 
 
 def inverse_cdf(probs: torch.Tensor, numbers: NDArray[np.float64]) -> NDArray[np.int64]:
@@ -139,14 +160,3 @@ def _peaks(scores: torch.Tensor) -> tuple[NDArray[np.float32], NDArray[np.int64]
     # float64 holds both exactly, so that one copy waits for the device instead of two.
     packed = torch.stack([both.values.double(), both.indices.double()]).cpu().numpy()
     return packed[0].astype(np.float32), packed[1].astype(np.int64)
-
-
-def _logprobs(logits: torch.Tensor, rows: Sequence[Row], tokens: list[int]) -> list[Logprob | None]:
-    result: list[Logprob | None] = [None] * len(rows)
-    asked = [(i, k) for i, row in enumerate(rows) if (k := row.params.logprobs) is not None and tokens[i] >= 0]
-    if asked:
-        numbers = [i for i, _ in asked]
-        values = token_logprobs(_select(logits, numbers), [tokens[i] for i in numbers], [k for _, k in asked])
-        for i, value in zip(numbers, values, strict=True):
-            result[i] = value
-    return result

@@ -11,6 +11,7 @@ output.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,10 +32,16 @@ def _output(start: NDArray[np.uint64], number: NDArray[np.uint64]) -> NDArray[np
     return _mix(start + (number + np.uint64(1)) * _GOLDEN)
 
 
+@lru_cache(maxsize=4096)
+def _start(seed: int, index: int) -> int:
+    """Two outputs deep, so that neighbouring seeds and indices share no stream: a hash of both. Kept, because every
+    step of a sequence asks for it."""
+    outer = _output(np.array([seed & _MASK], dtype=np.uint64), np.array([0], dtype=np.uint64))
+    return int(_output(outer, np.array([index], dtype=np.uint64))[0])
+
+
 def uniforms(seeds: Sequence[int], indices: Sequence[int], positions: Sequence[int]) -> NDArray[np.float64]:
     """Numbers in [0, 1), multiples of 2**-53, one per row. Seeds of any size and sign; taken modulo 2**64."""
-    seed = np.array([value & _MASK for value in seeds], dtype=np.uint64)
-    # Two outputs deep, so that neighbouring seeds and indices share no stream: start(seed, i) is a hash of both.
-    start = _output(_output(seed, np.zeros_like(seed)), np.array(indices, dtype=np.uint64))
+    start = np.array([_start(seed, index) for seed, index in zip(seeds, indices, strict=True)], dtype=np.uint64)
     bits = _output(start, np.array(positions, dtype=np.uint64))
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53

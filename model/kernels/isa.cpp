@@ -1,4 +1,5 @@
 // Compiled once per instruction set, with OCTAVO_ISA as its namespace: see ISAS in build.py.
+#include "sampler.h"
 #include "step.h"
 
 namespace OCTAVO_ISA {

@@ -92,7 +92,7 @@ def make_runner(
     storage = KVStorage(config.num_layers, num_blocks, config.num_kv_heads, 16, config.head_dim, precision.kv, CPU)
     # What memory happened to hold must not matter.
     storage.data[:, :, 1:] = torch.nan
-    return Runner(model, storage, max_tokens)
+    return Runner(model, storage, max_tokens, precision.kernels)
 
 
 @dataclass(slots=True)
