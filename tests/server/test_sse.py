@@ -31,7 +31,6 @@ def test_an_error_is_an_event_and_then_the_end() -> None:
 
 def test_comments_only_when_it_is_quiet(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """A paused engine: comments come. A busy one: none. No `id:`, no empty `data:`; and the SDK reads on."""
-    monkeypatch.setattr(sse, "PING_SECONDS", 0.02)
     monkeypatch.setattr(sse, "QUIET_SECONDS", 0.2)
     server.engine.interval = 0.01
     busy = server.post(COMPLETIONS, {"prompt": "x", "max_tokens": 40, "stream": True}).text
@@ -51,8 +50,7 @@ def test_comments_only_when_it_is_quiet(server: Running, monkeypatch: pytest.Mon
 
 
 def test_the_sdk_reads_over_comments(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sse, "PING_SECONDS", 0.01)
-    monkeypatch.setattr(sse, "QUIET_SECONDS", 0.0)
+    monkeypatch.setattr(sse, "QUIET_SECONDS", 0.01)
     server.engine.interval = 0.03
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         stream = client.completions.create(model=MODEL, prompt="x", max_tokens=10, stream=True)
@@ -63,7 +61,7 @@ def test_the_sdk_reads_over_comments(server: Running, monkeypatch: pytest.Monkey
 def test_a_client_that_reads_nothing_is_given_up(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once the buffers between are full: then it is a client that has left."""
     monkeypatch.setattr(sse, "SEND_SECONDS", 0.3)
-    monkeypatch.setattr(Frames, "chunk", lambda self, choice: b"data: " + b" " * 100_000 + choice + b"\n\n")
+    monkeypatch.setattr(Frames, "text", lambda self, index, text: b"data: " + b" " * 100_000 + b"{}\n\n")
     gone = server.metric("octavo_client_disconnects_total")
     body = json.dumps({"prompt": "x", "max_tokens": 900, "ignore_eos": True, "stream": True}).encode()
     with socket.socket() as sock:
