@@ -21,8 +21,8 @@ OUTLET = "octavo.outlet"
 class Outlet:
     """Writes parts of a chunked body straight to the transport.
 
-    A part on its way through `send` passes every layer's wrapper and h11's state machine, which frames it and changes
-    nothing else: four times the work of the write itself. Head and end of the response must go through `send`.
+    A part on its way through `send` passes every layer's wrapper and h11's state machine, for no more than a length in
+    front of it. Head and end of the response must go through `send`.
     """
 
     __slots__ = ("_flow", "_transport")

@@ -126,10 +126,13 @@ class EventStream(EventSourceResponse):
                 await asyncio.sleep(QUIET_SECONDS - quiet)
                 continue
             self._written = self._clock()
-            async with self._send_lock:
-                if self.active:
-                    message = {"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True}
-                    await self._send_with_timeout(send, message)
+            if self._outlet is None:
+                async with self._send_lock:
+                    if self.active:
+                        message = {"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True}
+                        await self._send_with_timeout(send, message)
+            elif not self._outlet.write(KEEP_ALIVE):
+                await self._room(self._outlet)
 
     @staticmethod
     async def _listen_for_exit_signal() -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import cProfile
 import json
 import pstats
 import signal
@@ -109,9 +110,9 @@ async def read(port: int, pid: int, path: str, streams: int, seconds: float) -> 
 def measure(path: str, streams: int, step: float, seconds: float, repeat: int, profile: Path | None) -> list[Window]:
     with socket.create_server(("127.0.0.1", 0)) as sock:
         port = sock.getsockname()[1]
-    profiler = ["-m", "cProfile", "-o", str(profile)] if profile else []
-    server = [sys.executable, *profiler, "-m", "tests.server.front_bench", "--serve", str(port)]
-    process = subprocess.Popen([*server, "--streams", str(streams), "--step", str(step)], cwd=ROOT)
+    server = [sys.executable, "-m", "tests.server.front_bench", "--serve", str(port)]
+    file = ["--profile-file", str(profile)] if profile else []
+    process = subprocess.Popen([*server, "--streams", str(streams), "--step", str(step), *file], cwd=ROOT)
     try:
         while True:
             try:
@@ -120,6 +121,7 @@ def measure(path: str, streams: int, step: float, seconds: float, repeat: int, p
             except httpx.TransportError:
                 assert process.poll() is None, "the server ended"
             time.sleep(0.05)
+        process.send_signal(signal.SIGUSR1)
         return [asyncio.run(read(port, process.pid, path, streams, seconds)) for _ in range(repeat)]
     finally:
         process.send_signal(signal.SIGTERM)
@@ -146,6 +148,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--serve", type=int, metavar="PORT", help="be the API process")
+    parser.add_argument("--profile-file", help="where the API process writes its profile")
     args = parser.parse_args()
     if args.serve:
         start_logging("warning", "text")
@@ -158,7 +161,13 @@ def main() -> None:
             "--max-running",
             "999",
         )
-        sys.exit(serve(Settings(port=args.serve, max_num_seqs=args.streams, log_level="warning"), engine))
+        profiler = cProfile.Profile()
+        signal.signal(signal.SIGUSR1, lambda *_: profiler.enable() if args.profile_file else None)
+        status = serve(Settings(port=args.serve, max_num_seqs=args.streams, log_level="warning"), engine)
+        if args.profile_file:
+            profiler.disable()
+            profiler.dump_stats(args.profile_file)
+        sys.exit(status)
     windows = measure(args.path, args.streams, args.step, args.seconds, args.repeat, None)
     median = statistics.median(window.events / window.cpu for window in windows)
     lines = [*map(str, windows), f"median {median:.0f} events per CPU second"]
