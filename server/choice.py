@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import msgspec
+
 from model.params import Logprob
 from scheduler.messages import FinishReason
 from server.detokenizer import Detokenizer, Vocabulary
@@ -14,19 +16,18 @@ from server.logprobs import TokenEntry, token_entry
 from server.stops import StopMatcher, StopStrings
 
 
-@dataclass(slots=True, frozen=True)
-class TextEvent:
+class TextEvent(msgspec.Struct, frozen=True):
     """What one sequence got since its last event: text, tokens, logprobs, and its end where it ended."""
 
     index: int
     text: str
-    token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...] = ()
     """Generated tokens, the stop token included; they may run ahead of text that is held back."""
-    logprobs: tuple[TokenEntry, ...] | None
+    logprobs: tuple[TokenEntry, ...] | None = None
     """None where none were asked for. A token comes with the event that carries the last of its text."""
-    finish_reason: str | None
+    finish_reason: str | None = None
     """stop or length; exactly one event per index has it, its last."""
-    stop_reason: str | int | None
+    stop_reason: str | int | None = None
     """The stop string or the stop token id that ended the sequence; None for an end-of-sequence token, and where the
     request's masks left no token to draw."""
 
@@ -188,16 +189,17 @@ class Choice:
 
     def take(self) -> TextEvent:
         """Everything since the last time, as one event."""
+        text, ids = self._event_text, self._event_ids
         event = TextEvent(
             self.index,
-            "".join(self._event_text),
-            tuple(self._event_ids),
+            text[0] if len(text) == 1 else "".join(text),
+            tuple(ids),
             tuple(self._event_entries) if self._scored else None,
             self.finish_reason,
             self.stop_reason,
         )
-        self._event_text.clear()
-        self._event_ids.clear()
+        text.clear()
+        ids.clear()
         self._event_entries.clear()
         self.pending_chars = 0
         return event

@@ -1,15 +1,13 @@
 """Token ids to text, one token at a time, on bytes.
 
-A character may be spread over tokens; its bytes wait in the UTF-8 decoder until it is complete or can no longer become
+A character may be spread over tokens; its bytes wait until it is complete or can no longer become
 so. Whatever the cutting, the pieces add up to `bytes.decode("utf-8", "replace")` of all the tokens' bytes.
 """
 
 from __future__ import annotations
 
-import codecs
+from codecs import utf_8_decode
 from typing import Protocol
-
-_Decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class Vocabulary(Protocol):
@@ -29,14 +27,15 @@ class Vocabulary(Protocol):
 class Detokenizer:
     """One sequence's tokens as text."""
 
-    __slots__ = ("_decoder", "_skip_special", "_strip", "_vocabulary")
+    __slots__ = ("_skip_special", "_strip", "_vocabulary", "_waiting")
 
     def __init__(self, vocabulary: Vocabulary, skip_special_tokens: bool = True, new_text: bool = True) -> None:
         """`new_text`: nothing stands before these tokens, so that SentencePiece's leading space is no text."""
         self._vocabulary = vocabulary
         self._skip_special = skip_special_tokens
         self._strip = new_text and vocabulary.strips_leading_space
-        self._decoder = _Decoder("replace")
+        self._waiting = b""
+        """The beginning of a character."""
 
     def push(self, token_id: int) -> str:
         """The text that this token completes, "" where there is none."""
@@ -47,22 +46,27 @@ class Detokenizer:
             self._strip = False
             if data[0] == 0x20:
                 data = data[1:]
-        return self._decoder.decode(data)
+        if self._waiting:
+            data = self._waiting + data
+        text, used = utf_8_decode(data, "replace")
+        self._waiting = data[used:]
+        return text
 
     def finish(self) -> str:
         """What is left at the end: "", or U+FFFD for an incomplete character (two for the beginning of a surrogate)."""
-        return self._decoder.decode(b"", True)
+        text, self._waiting = self._waiting.decode("utf-8", "replace"), b""
+        return text
 
     @property
     def incomplete(self) -> bool:
         """Whether bytes of a character are waiting for the rest of it."""
-        return bool(self._decoder.getstate()[0])
+        return bool(self._waiting)
 
     def copy(self) -> Detokenizer:
         """One that goes on from here by itself."""
         twin = Detokenizer(self._vocabulary, self._skip_special, new_text=False)
         twin._strip = self._strip
-        twin._decoder.setstate(self._decoder.getstate())
+        twin._waiting = self._waiting
         return twin
 
 

@@ -15,7 +15,6 @@ import logging
 import socket
 import time
 from collections.abc import Callable
-from typing import TypeVarTuple
 
 from scheduler.messages import (
     Abort,
@@ -33,7 +32,6 @@ from server.errors import EngineError, RequestError, Unavailable, internal_error
 from server.streams import RequestStream
 
 log = logging.getLogger("octavo.engine")
-Values = TypeVarTuple("Values")
 
 READ_BYTES = 1 << 16
 STALL_SECONDS = 30.0
@@ -50,6 +48,8 @@ class EngineClient:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.live: dict[int, RequestStream] = {}
+        self.queued_tokens = 0
+        """Prompt tokens of requests that the engine has not started. Counted, not summed: thousands may wait."""
         self.stats: EngineStats | None = None
         """As of the last step; None before the first one, and once the engine is gone."""
         self.counters: EngineStats | None = None
@@ -70,11 +70,6 @@ class EngineClient:
     @property
     def serving(self) -> bool:
         return self.ready.done() and not self.gone.is_set() and self.ready.exception() is None
-
-    @property
-    def queued_tokens(self) -> int:
-        """Prompt tokens of requests that the engine has not started."""
-        return sum(s.usage.prompt_tokens for s in self.live.values() if s.timings.scheduled is None)
 
     @property
     def stalled(self) -> bool:
@@ -105,15 +100,16 @@ class EngineClient:
         if not self.live:
             self._heard = self._clock()  # silence before there was work does not count
         self.live[stream.submit.id] = stream
+        self.queued_tokens += stream.usage.prompt_tokens
         self._send(stream.submit)
         return stream
 
     def abort(self, id: int, index: int | None) -> None:
         """End a request, or one sequence of it, in the engine. Streams call it."""
-        if id in self.live:
+        if stream := self.live.get(id):
             self._send(Abort(id, index))
             if index is None:
-                del self.live[id]
+                self._forget(stream)
 
     def fail(self, stream: RequestStream, error: RequestError) -> None:
         """End a request in the engine, and tell its reader why. Does nothing where it already ended."""
@@ -148,10 +144,15 @@ class EngineClient:
         self.stats = self.counters = step.stats
         for started in step.started:
             if stream := live.get(started.id):
-                self._tell(stream, stream.started, started)
+                if stream.timings.scheduled is None:
+                    self.queued_tokens -= stream.usage.prompt_tokens
+                stream.started(started)
         for values in step.prompt_logprobs:
             if stream := live.get(values.id):
-                self._tell(stream, stream.prompt_logprobs, values.values)
+                try:
+                    stream.prompt_logprobs(values.values)
+                except Exception:
+                    self._broken(stream)
         logprobs = step.logprobs
         messages = {error.row: error.message for error in step.errors}
         for row, (id, index, token, finish) in enumerate(
@@ -160,24 +161,29 @@ class EngineClient:
             stream = live.get(id)
             if stream is None:
                 continue  # it crossed an abort
-            self._tell(stream, stream.feed, index, token, finish, logprobs.get(row), messages.get(row))
             touched[id] = stream
-        for id, stream in touched.items():
+            try:
+                stream.feed(index, token, finish, logprobs.get(row), messages.get(row))
+            except Exception:
+                self._broken(stream)
+        for stream in touched.values():
             previous = stream.timings.last_token
-            self._tell(stream, stream.wake, step.now)
+            stream.wake(step.now)
             if previous is not None and stream.timings.last_token == step.now:
                 self.on_gap(step.now - previous)
             if stream.done:
-                live.pop(id, None)
+                self._forget(stream)
         self.on_step(step)
 
-    def _tell(self, stream: RequestStream, method: Callable[[*Values], None], *values: *Values) -> None:
-        """Deliver to one stream. What that raises ends this request and no other."""
-        try:
-            method(*values)
-        except Exception:
-            log.exception("request %d failed on what the engine sent for it", stream.submit.id)
-            self.fail(stream, internal_error())
+    def _broken(self, stream: RequestStream) -> None:
+        """It could not take what was for it. That ends this request and no other."""
+        log.exception("request %d failed on what the engine sent for it", stream.submit.id)
+        self.fail(stream, internal_error())
+
+    def _forget(self, stream: RequestStream) -> None:
+        """Nothing more is expected for it. Does nothing the second time."""
+        if self.live.pop(stream.submit.id, None) is not None and stream.timings.scheduled is None:
+            self.queued_tokens -= stream.usage.prompt_tokens
 
     def _end(self) -> None:
         self.gone.set()
@@ -188,4 +194,5 @@ class EngineClient:
         for stream in list(self.live.values()):
             stream.fail(EngineError(ENGINE_GONE))
         self.live.clear()
+        self.queued_tokens = 0
         self.close()

@@ -88,11 +88,16 @@ class Generation:
 
     async def batches(self) -> AsyncGenerator[tuple[int, list[TextEvent]], None]:
         """(prompt, events) as they come. Raises what a stream failed with."""
-        source = self._single() if len(self.streams) == 1 else self._merged()
-        async with aclosing(source):
-            async for number, batch in source:
-                self._reasons[number] += [event.finish_reason for event in batch if event.finish_reason is not None]
-                yield number, batch
+        if len(self.streams) > 1:
+            async with aclosing(self._merged()) as merged:
+                async for number, batch in merged:
+                    self._note(number, batch)
+                    yield number, batch
+            return
+        async with aclosing(self.streams[0].events()) as batches:
+            async for batch in batches:
+                self._note(0, batch)
+                yield 0, batch
 
     def usage(self) -> dict[str, Any]:
         """OpenAI's usage object: each prompt counted once, whatever n."""
@@ -134,10 +139,10 @@ class Generation:
             seconds = settings.request_timeout
             self._timers.append(loop.call_later(seconds - spent, late, seconds, "was not finished", False))
 
-    async def _single(self) -> AsyncGenerator[tuple[int, list[TextEvent]], None]:
-        async with aclosing(self.streams[0].events()) as batches:
-            async for batch in batches:
-                yield 0, batch
+    def _note(self, number: int, batch: list[TextEvent]) -> None:
+        for event in batch:
+            if event.finish_reason is not None:
+                self._reasons[number].append(event.finish_reason)
 
     async def _merged(self) -> AsyncGenerator[tuple[int, list[TextEvent]], None]:
         """All streams at once. The queue holds one batch: what waits longer waits, merged, in its stream."""

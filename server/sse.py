@@ -14,16 +14,18 @@ from contextlib import aclosing
 from typing import Any
 
 import orjson
-from sse_starlette.sse import AppStatus, EventSourceResponse
+from sse_starlette.sse import AppStatus, EventSourceResponse, SendTimeoutError
 from starlette.types import Receive, Scope, Send
 
+from server.connection import OUTLET, Outlet
 from server.errors import RequestError
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
-PING_SECONDS = 5.0
-QUIET_SECONDS = 9.0
-"""A comment goes out at a ping when nothing was written for so long: silence never lasts 15 s."""
+QUIET_SECONDS = 10.0
+"""A comment goes out where nothing was written for so long: silence never lasts 15 s."""
+TEXT = "\0text"
+"""Stands for a text that is not known yet."""
 SEND_SECONDS = 60.0
 """A client that reads nothing for so long is gone."""
 
@@ -34,14 +36,30 @@ AppStatus.disable_automatic_graceful_drain()  # type: ignore[no-untyped-call]
 class Frames:
     """Serialises the chunks of one response: what is the same in all of them, once."""
 
-    def __init__(self, fixed: dict[str, Any], null_usage: bool) -> None:
-        """`fixed`: id, object, created, model, system_fingerprint. `null_usage`: every chunk says "usage": null."""
+    def __init__(
+        self, fixed: dict[str, Any], null_usage: bool, shape: Callable[[int], dict[str, Any]] = lambda index: {}
+    ) -> None:
+        """`fixed`: id, object, created, model, system_fingerprint. `null_usage`: every chunk says "usage": null.
+
+        `shape(index)`: a choice that brings only text, which is TEXT.
+        """
         self._head = b"data: " + orjson.dumps(fixed)[:-1] + b',"choices":['
         self._tail = b'],"usage":null}\n\n' if null_usage else b"]}\n\n"
+        self._shape = shape
+        self._around: dict[int, tuple[bytes, bytes]] = {}
+        """What stands before and behind the text of a choice."""
 
     def chunk(self, choice: bytes) -> bytes:
         """One choice, already JSON."""
         return self._head + choice + self._tail
+
+    def text(self, index: int, text: str) -> bytes:
+        """A choice that brings only text."""
+        around = self._around.get(index)
+        if around is None:
+            before, _, behind = self.chunk(orjson.dumps(self._shape(index))).rpartition(orjson.dumps(TEXT))
+            around = self._around[index] = before, behind
+        return b"%b%b%b" % (around[0], orjson.dumps(text), around[1])
 
     def with_usage(self, choice: bytes, usage: dict[str, Any]) -> bytes:
         """The same with usage; no choice makes the last chunk of `include_usage`."""
@@ -54,36 +72,69 @@ def error_frames(error: RequestError) -> bytes:
 
 
 class EventStream(EventSourceResponse):
-    """The response to a streaming request."""
+    """The response to a streaming request.
+
+    sse-starlette minds head, end, disconnect and cancellation. What it does per event (a cancel scope with a timer, two
+    layers of conversion) and per idle second (a task that polls, pings that write nothing) is done here more cheaply.
+    """
 
     def __init__(self, frames: AsyncGenerator[bytes, None], close: Callable[[], None]) -> None:
-        """`frames` yields whole frames, any number at a time. `close` is called when the response is over, even where
-        it never began."""
+        """`frames` yields whole frames, any number at a time; each is one write. `close` is called when the response is
+        over, even where it never began."""
+        super().__init__(frames, headers={"Cache-Control": "no-cache"}, sep="\n", send_timeout=SEND_SECONDS)
+        self._frames = frames
         self._close = close
         self._clock = asyncio.get_running_loop().time
         self._written = self._clock()
-        super().__init__(
-            self._watched(frames),
-            headers={"Cache-Control": "no-cache"},
-            sep="\n",
-            ping=PING_SECONDS,
-            ping_message_factory=self._keep_alive,  # type: ignore[arg-type]  # bytes are sent as they are
-            send_timeout=SEND_SECONDS,
-        )
+        self._outlet: Outlet | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._outlet = scope.get("extensions", {}).get(OUTLET)
         try:
             await super().__call__(scope, receive, send)
         finally:
             self._close()
 
-    async def _watched(self, frames: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
-        async with aclosing(frames):
-            async for frame in frames:
-                self._written = self._clock()
-                yield frame
+    async def _stream_response(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        outlet, clock = self._outlet, self._clock
+        async with aclosing(self._frames) as frames:
+            async for data in frames:
+                self._written = clock()
+                if outlet is None:
+                    await self._send_with_timeout(send, {"type": "http.response.body", "body": data, "more_body": True})
+                elif not outlet.write(data):
+                    await self._room(outlet)
+        async with self._send_lock:
+            self.active = False
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    def _keep_alive(self) -> bytes:
-        """A comment where the stream was quiet; else nothing, which writes nothing."""
-        quiet = self._clock() - self._written >= QUIET_SECONDS
-        return KEEP_ALIVE if quiet else b""
+    async def _room(self, outlet: Outlet) -> None:
+        """Wait for a slow client; what comes meanwhile is merged in its RequestStream. Raises SendTimeoutError."""
+        try:
+            async with asyncio.timeout(SEND_SECONDS):
+                await outlet.drain()
+        except TimeoutError:
+            outlet.abort()
+            raise SendTimeoutError from None
+
+    async def _ping(self, send: Send) -> None:
+        """Comments where it is quiet: one timer per quiet period, however many events there are."""
+        while self.active:
+            quiet = self._clock() - self._written
+            if quiet < QUIET_SECONDS:
+                await asyncio.sleep(QUIET_SECONDS - quiet)
+                continue
+            self._written = self._clock()
+            if self._outlet is None:
+                async with self._send_lock:
+                    if self.active:
+                        message = {"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True}
+                        await self._send_with_timeout(send, message)
+            elif not self._outlet.write(KEEP_ALIVE):
+                await self._room(self._outlet)
+
+    @staticmethod
+    async def _listen_for_exit_signal() -> None:
+        """For ever: a drain is the daemon's."""
+        await asyncio.get_running_loop().create_future()

@@ -14,7 +14,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import msgspec
 
@@ -96,9 +96,11 @@ class RequestStream:
         self._ready: set[int] = set()
         self._unread_since: float | None = None
         self._fed = False
-        self._event = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None
+        """Of the reader, while it waits."""
         self._bare = [0] * submit.n
         """Per sequence, echoed tokens that the reader has not got: their entries still lack their logprobs."""
+        self._echoes = echo is not None
         if echo is not None:
             for choice in self._choices:
                 choice.begin(echo.text, echo.entries, echo.detokenizer.copy())
@@ -181,8 +183,10 @@ class RequestStream:
             self.timings.finished = now
         if self._ready and self._unread_since is None:
             self._unread_since = self._clock()
-        if self._ready or self.done:
-            self._event.set()
+        if self._waiter is not None and (self._ready or self.done):
+            if not self._waiter.done():
+                self._waiter.set_result(None)
+            self._waiter = None
 
     def fail(self, error: RequestError) -> None:
         """The reader gets what is already there, then `error` is raised to it. Tells the engine nothing."""
@@ -208,7 +212,7 @@ class RequestStream:
                     batch = [self._choices[index].take() for index in sorted(self._ready)]
                     self._ready.clear()
                     self._unread_since = None
-                    if any(self._bare[event.index] and event.logprobs for event in batch):
+                    if self._echoes and any(self._bare[event.index] and event.logprobs for event in batch):
                         batch = await asyncio.to_thread(self._full, batch)
                     yield batch
                 elif self.error is not None:
@@ -216,8 +220,8 @@ class RequestStream:
                 elif self.done:
                     return
                 else:
-                    self._event.clear()
-                    await self._event.wait()
+                    self._waiter = asyncio.get_running_loop().create_future()
+                    await self._waiter
         finally:
             self.cancel()
 
@@ -259,5 +263,5 @@ class RequestStream:
             values = [None, *(self.prompt_values or ())][-bare:] if bare else []
             echoed = scored(self._vocabulary, entries[:bare], values, self.submit.params.logprobs)
             self._bare[event.index] -= len(echoed)
-            full.append(replace(event, logprobs=(*echoed, *entries[len(echoed) :])))
+            full.append(msgspec.structs.replace(event, logprobs=(*echoed, *entries[len(echoed) :])))
         return full

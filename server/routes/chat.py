@@ -17,7 +17,7 @@ from server.logprobs import TokenEntry, chat_logprobs, prompt_logprobs
 from server.prompts import check_values
 from server.protocol.chat import ChatFields, ChatRequest
 from server.service import Caller, Service, service_of
-from server.sse import DONE, Frames
+from server.sse import DONE, TEXT, Frames
 from server.streams import SequenceResult, StreamOptions, TextEvent
 from server.template import Chat
 
@@ -89,18 +89,28 @@ class ChatAnswer:
         self.generation.submit([job], options)
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
-        frames = Frames(self._fixed, null_usage=self._body.include_usage)
+        body = self._body
+        frames = Frames(self._fixed, body.include_usage, lambda index: self._delta(TextEvent(index, TEXT)))
+        plain = not (body.logprobs or body.return_token_ids or body.usage_in_every_chunk)
 
         def framed(choices: list[bytes]) -> bytes:
-            if not self._body.usage_in_every_chunk:
+            if not body.usage_in_every_chunk:
                 return b"".join(map(frames.chunk, choices))
             usage = self.generation.usage()
             return b"".join(frames.with_usage(choice, usage) for choice in choices)
 
-        yield framed([self._role(index) for index in range(self._body.n)])
+        yield framed([self._role(index) for index in range(body.n)])
         async for _, batch in self.generation.batches():
-            if choices := [choice for event in batch for choice in self._chunks(event)]:
-                yield framed(choices)
+            data = b"".join(
+                [
+                    frames.text(event.index, event.text)
+                    if plain and event.finish_reason is None
+                    else framed(self._chunks(event))
+                    for event in batch
+                ]
+            )
+            if data:
+                yield data
         yield frames.with_usage(b"", self.generation.usage()) + DONE if self._body.include_usage else DONE
 
     async def whole(self) -> bytes:
@@ -152,16 +162,19 @@ class ChatAnswer:
         """A chunk with what the event brought, where it brought anything, and one with the end, where it is one."""
         chunks = []
         if event.text or event.logprobs or (self._body.return_token_ids and event.token_ids):
-            choice: dict[str, Any] = {
-                "index": event.index,
-                "delta": {"content": event.text},
-                "logprobs": self._logprobs(event.logprobs) if event.logprobs else None,
-                "finish_reason": None,
-            }
-            if self._body.return_token_ids:
-                choice["token_ids"] = event.token_ids
-            chunks.append(orjson.dumps(choice))
+            chunks.append(orjson.dumps(self._delta(event)))
         if event.finish_reason is not None:
             end = {"index": event.index, "delta": {}, "logprobs": None, "finish_reason": event.finish_reason}
             chunks.append(orjson.dumps({**end, "stop_reason": event.stop_reason}))
         return chunks
+
+    def _delta(self, event: TextEvent) -> dict[str, Any]:
+        choice: dict[str, Any] = {
+            "index": event.index,
+            "delta": {"content": event.text},
+            "logprobs": self._logprobs(event.logprobs) if event.logprobs else None,
+            "finish_reason": None,
+        }
+        if self._body.return_token_ids:
+            choice["token_ids"] = event.token_ids
+        return choice

@@ -18,7 +18,7 @@ from server.logprobs import TokenEntry, completion_logprobs, prompt_logprobs
 from server.prompts import Prompt, check_values
 from server.protocol.completions import CompletionRequest
 from server.service import Caller, Service, service_of
-from server.sse import DONE, Frames
+from server.sse import DONE, TEXT, Frames
 from server.streams import SequenceResult, StreamOptions, TextEvent
 
 router = APIRouter()
@@ -101,14 +101,18 @@ class CompletionAnswer:
         return make_echo(self.generation.loaded.tokenizer, ids, self._body.skip_special_tokens, scored)
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
-        frames = Frames(self._fixed, null_usage=self._body.include_usage)
-        running_usage = self._body.usage_in_every_chunk
+        body = self._body
+        frames = Frames(self._fixed, body.include_usage, lambda index: self._shape(0, index, TEXT, None, None))
+        plain = body.logprobs is None and not (body.return_token_ids or body.usage_in_every_chunk)
         async for number, batch in self.generation.batches():
+            if plain and all(event.finish_reason is None for event in batch):
+                yield b"".join([frames.text(number * body.n + event.index, event.text) for event in batch])
+                continue
             if sum(len(event.logprobs or ()) for event in batch) > THREAD_TOKENS:
                 choices = await asyncio.to_thread(self._chunks, number, batch)
             else:
                 choices = self._chunks(number, batch)
-            if running_usage:
+            if body.usage_in_every_chunk:
                 usage = self.generation.usage()
                 yield b"".join(frames.with_usage(choice, usage) for choice in choices)
             else:

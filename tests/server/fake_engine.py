@@ -248,8 +248,10 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--interval", type=float, default=0.02)
+    parser.add_argument("--max-running", type=int, default=FakeEngine.max_running)
     arguments = parser.parse_args()
-    FakeEngine(socket.socket(fileno=arguments.fd), interval=arguments.interval).run()
+    sock = socket.socket(fileno=arguments.fd)
+    FakeEngine(sock, interval=arguments.interval, max_running=arguments.max_running).run()
 
 
 if __name__ == "__main__":

@@ -167,4 +167,5 @@ def server(shared: Running) -> Iterator[Running]:
     shared.wait(lambda: shared.service.admission.requests == 0)
     assert shared.service.admission.sequences == 0
     assert shared.service.client.live == {}
+    assert shared.service.client.queued_tokens == 0
     assert shared.service.metrics.live == set()

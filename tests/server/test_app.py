@@ -52,7 +52,7 @@ def test_an_unforeseen_failure_in_a_stream_ends_it_properly(server: Running, mon
     def broken(*_: Any) -> None:
         raise RuntimeError("secret")
 
-    monkeypatch.setattr("server.routes.completions.CompletionAnswer._chunk", broken)
+    monkeypatch.setattr("server.sse.Frames.text", broken)
     chunks = server.stream(COMPLETIONS, prompt="x", max_tokens=50)
     assert chunks[0]["error"]["code"] == "internal_error"
     assert chunks[1:] == ["[DONE]"]
