@@ -20,10 +20,21 @@ MAX_BODY_BYTES = 32 * 2**20
 READ_SECONDS = 60.0
 MAX_DEPTH = 64
 """Nested arrays and objects. Far below what would overflow a recursive reader, such as a template's tojson."""
+MAX_PARTS = 2**17
+"""Strings, keys, arrays and objects in a body. A parser makes a Python object of each with the GIL held, so that what
+bounds the length of a body does not bound how long streams wait for it: 32 MiB hold 16 million empty arrays."""
+MAX_VALUES = 2**21
+"""Values in a body, numbers included; twice as many as any list of token ids may have."""
+SCAN_BYTES = 2**18
+"""Looked at in one go; between two of them other threads get their turn."""
+MAX_SEARCHED = 2**15
+"""Parts and values of a broken body that is searched for the field at fault."""
 INLINE_BYTES = 64 * 1024
 """Larger bodies are parsed in a thread, so that streams do not wait for them."""
 
 M = TypeVar("M", bound=BaseModel)
+STRING = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)
+"""A JSON string from behind its opening quote up to its closing one."""
 SURROGATE = re.compile("[\ud800-\udfff]")
 _Place = tuple[Any, Any] | None
 """A key, and the place it stands in."""
@@ -57,7 +68,16 @@ async def read_body(request: Request) -> bytes:
 
 
 def parse_json(body: bytes) -> Any:
-    """JSON as RFC 8259 has it: UTF-8, no NaN or Infinity, no lone surrogates, at most MAX_DEPTH deep."""
+    """JSON as RFC 8259 has it: UTF-8, no NaN or Infinity, no lone surrogates, at most MAX_DEPTH deep.
+
+    A body of more than MAX_PARTS or MAX_VALUES is refused before it is parsed.
+    """
+    if len(body) > MAX_PARTS:
+        parts, values = _count(body)
+        if parts > MAX_PARTS:
+            raise InvalidRequest(f"body: holds more than {MAX_PARTS} strings, keys, arrays and objects")
+        if values > MAX_VALUES:
+            raise InvalidRequest(f"body: holds more than {MAX_VALUES} values")
     try:
         value = orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -66,6 +86,31 @@ def parse_json(body: bytes) -> Any:
     if body.count(b"[") + body.count(b"{") > MAX_DEPTH and _depth(value) > MAX_DEPTH:
         raise InvalidRequest(f"body: nested more than {MAX_DEPTH} levels deep", code="invalid_json")
     return value
+
+
+def _count(body: bytes) -> tuple[int, int]:
+    """Parts and values of a body of JSON, what strings contain left out; no further than to the first limit."""
+    parts, values, at = 0, 1, 0
+    while at < len(body) and parts <= MAX_PARTS and values <= MAX_VALUES:
+        stop = min(at + SCAN_BYTES, len(body))
+        quote = body.find(b'"', at, stop)
+        end = stop if quote < 0 else quote
+        values += body.count(b",", at, end)
+        parts += body.count(b"[", at, end) + body.count(b"{", at, end)
+        at = end
+        if quote >= 0:
+            parts += 1
+            at = _string_end(body, quote + 1)
+    return parts, values
+
+
+def _string_end(body: bytes, at: int) -> int:
+    """Just past the closing quote of the string whose text begins at `at`, or the end of the body."""
+    while found := STRING.match(body, at, at + SCAN_BYTES):
+        if found.end() == at or body[found.end() : found.end() + 1] == b'"':
+            return found.end() + 1
+        at = found.end()
+    return len(body)
 
 
 def _not_json(body: bytes, reason: str) -> InvalidRequest:
@@ -78,10 +123,13 @@ def _not_json(body: bytes, reason: str) -> InvalidRequest:
 
 
 def _surrogate_path(body: bytes) -> str | None:
-    """Dotted path of the first string with a lone surrogate, found with the lenient reader.
+    """Dotted path of the first string with a lone surrogate, found with the lenient reader; None in a body of too many
+    parts to be searched.
 
     Places are chains of keys, and only one of them is spelled out: a path per entry would take the body's square.
     """
+    if sum(_count(body)) > MAX_SEARCHED:
+        return None
     try:
         pending: list[tuple[_Place, Any]] = [(None, json.loads(body))]
     except (ValueError, RecursionError):

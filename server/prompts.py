@@ -11,11 +11,11 @@ prompt or several short ones: a list of a thousand texts delays its sender and n
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from model.tokenizer import Tokenizer
 from server.detokenizer import decode
@@ -30,6 +30,8 @@ MAX_ENCODED_CHARS = 2**20
 """Of a text that is only to be tokenised, not to be continued."""
 MAX_PROMPT_VALUES = 2**20
 """Logprobs, ids and texts of prompt tokens in one answer, all its choices together."""
+MAX_KWARGS_NODES = 10_000
+"""Values in chat_template_kwargs, at any depth."""
 JOB_LENGTH = 64 * 1024
 """Characters or ids that are enough for one job."""
 
@@ -165,6 +167,12 @@ class PromptBuilder:
                 "messages: this model has no chat template; use /v1/completions, or start the server with one",
                 param="messages",
             )
+        # What the template would not read is not looked at either.
+        chat = replace(chat, kwargs=self.template.accepted(chat.kwargs))
+        if _nodes(chat.kwargs, MAX_KWARGS_NODES) > MAX_KWARGS_NODES:
+            raise InvalidRequest(
+                f"chat_template_kwargs: holds more than {MAX_KWARGS_NODES} values", param="chat_template_kwargs"
+            )
         conversation = (chat.messages, chat.tools, chat.documents)
         # First of all: the search for special tokens holds the GIL, the longer the strings the longer.
         self._bound(sum(map(len, strings(conversation))), "messages")
@@ -261,6 +269,18 @@ def _jobs(prompts: Sequence[P]) -> Iterator[list[P]]:
             yield job
             job, length = [], 0
     yield job
+
+
+def _nodes(value: Any, limit: int) -> int:
+    """Values in a JSON-like value, itself included; counted no further than just past `limit`."""
+    count, pending = 1, [value]
+    while pending and count <= limit:
+        entry = pending.pop()
+        children = entry.values() if isinstance(entry, Mapping) else entry if isinstance(entry, list) else ()
+        count += len(children)
+        if count <= limit:
+            pending += children
+    return count
 
 
 def _encodable(text: str, param: str) -> None:

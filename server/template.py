@@ -101,7 +101,7 @@ class ChatTemplate:
         text = self._sandbox.run(
             self._template,
             {
-                **{key: _mapped(value, mark) for key, value in chat.kwargs.items() if self._accepts(key)},
+                **{key: _mapped(value, mark) for key, value in self.accepted(chat.kwargs).items()},
                 **self._tokens,
                 "messages": messages,
                 "tools": _mapped(chat.tools, mark) or None,
@@ -117,8 +117,10 @@ class ChatTemplate:
         # Where the template strips content, the blank behind the tag is gone, and blanks before it have to go too.
         return text[:end] if text.startswith(f"{tag} ", end) else text[:end].rstrip()
 
-    def _accepts(self, variable: str) -> bool:
-        return variable in self.variables and variable not in RESERVED and variable not in self._tokens
+    def accepted(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Those that the template reads and a client may set."""
+        names = self.variables - RESERVED - self._tokens.keys()
+        return {name: value for name, value in kwargs.items() if name in names}
 
     def _normalized(self, message: Mapping[str, Any], parse_arguments: bool) -> Message:
         """A message as templates expect it.

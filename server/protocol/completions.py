@@ -13,6 +13,8 @@ from server.protocol.sampling import MAX_LOGPROBS, UNSUPPORTED, GenerationReques
 MAX_PROMPTS = 1024
 MAX_CHOICES = 1024
 """Prompts times n of one request."""
+MAX_IDS = 2**20
+"""Token ids of one prompt, before the model's context is looked at."""
 
 
 def _is_ids(value: list[Any]) -> bool:
@@ -32,12 +34,17 @@ def parse_prompt(value: object) -> list[str | list[int]]:
         return [value]
     if not isinstance(value, list):
         raise ValueError("must be a string, a list of strings, a list of token ids, or a list of such lists")
-    if _is_ids(value):
-        return [_check_ids(value)]
     if not value:
         raise ValueError("must not be an empty list")
-    if len(value) > MAX_PROMPTS:
+    # Lengths come first: a list of millions takes its time even where nobody wants it.
+    one = type(value[0]) is int
+    if not one and len(value) > MAX_PROMPTS:
         raise ValueError(f"at most {MAX_PROMPTS} prompts are allowed, not {len(value)}")
+    for ids in [value] if one else value:
+        if isinstance(ids, list) and len(ids) > MAX_IDS:
+            raise ValueError(f"at most {MAX_IDS} token ids are allowed, not {len(ids)}")
+    if _is_ids(value):
+        return [_check_ids(value)]
     if all(isinstance(entry, str) for entry in value):
         return list(value)
     if all(isinstance(entry, list) and _is_ids(entry) for entry in value):

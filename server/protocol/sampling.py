@@ -146,7 +146,9 @@ class GenerationRequest(Body):
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     bad_words: list[StopString] = Field(default_factory=list, max_length=MAX_BAD_WORDS)
-    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED_IDS)] | None = None
+    allowed_token_ids: (
+        Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED_IDS, fail_fast=True)] | None
+    ) = None
     prompt_logprobs: Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False

@@ -49,8 +49,8 @@ class DetokenizeRequest(Body):
     """`tokens` (vLLM, llama.cpp) or `ids` (TGI)."""
 
     model: str | None = None
-    tokens: Annotated[list[TokenId], Field(max_length=MAX_TOKENS)] | None = None
-    ids: Annotated[list[TokenId], Field(max_length=MAX_TOKENS)] | None = None
+    tokens: Annotated[list[TokenId], Field(max_length=MAX_TOKENS, fail_fast=True)] | None = None
+    ids: Annotated[list[TokenId], Field(max_length=MAX_TOKENS, fail_fast=True)] | None = None
     skip_special_tokens: Annotated[bool, Field(description="vLLM keeps special tokens; so does this")] = False
 
     @model_validator(mode="after")

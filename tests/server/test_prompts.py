@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from model.tokenizer import Tokenizer
 from server.errors import CapacityExceeded, ContextTooLong, InvalidRequest, RequestError, TemplateError
 from server.forgery import SpecialTokens, unused
-from server.prompts import Prompt, PromptBuilder, PromptLimits
+from server.prompts import MAX_KWARGS_NODES, Prompt, PromptBuilder, PromptLimits
 from server.template import Chat, ChatTemplate
 
 LIMITS = PromptLimits(max_model_len=2048, vocab_size=49152, num_blocks=100, block_size=16)
@@ -243,6 +243,14 @@ def test_a_prompt_beyond_the_context(small: PromptBuilder) -> None:
 TEXT = "lorem ipsum " * 87_000
 
 
+@pytest.fixture(scope="module")
+def extra(smol: Tokenizer) -> Iterator[PromptBuilder]:
+    """With a template that reads one variable of the client's."""
+    builder = PromptBuilder(smol, LIMITS, template="{{ messages[0].content }}{{ extra | tojson if extra }}")
+    yield builder
+    builder.close()
+
+
 @pytest.mark.parametrize(
     ("message", "kwargs", "param"),
     [
@@ -255,15 +263,27 @@ TEXT = "lorem ipsum " * 87_000
     ],
 )
 def test_a_chat_with_far_too_much_text_is_refused_before_any_work(
-    builder: PromptBuilder, monkeypatch: pytest.MonkeyPatch, message: Any, kwargs: Any, param: str
+    extra: PromptBuilder, monkeypatch: pytest.MonkeyPatch, message: Any, kwargs: Any, param: str
 ) -> None:
     """Whatever holds the text: neither is it searched for special tokens nor rendered."""
     monkeypatch.setattr(SpecialTokens, "guarded", None)
     monkeypatch.setattr(ChatTemplate, "render", None)
     chat = Chat([{"role": "user", "content": "y"}, {"role": "user", **message}], kwargs=kwargs)
-    error = refused(lambda: asyncio.run(builder.chat(chat)), ContextTooLong)
+    error = refused(lambda: asyncio.run(extra.chat(chat)), ContextTooLong)
     assert (error.code, error.param) == ("context_length_exceeded", param)
     assert "at least" in error.message
+
+
+def test_template_variables_are_bounded_where_the_template_reads_them(extra: PromptBuilder) -> None:
+    """The others are not even looked at."""
+    fits: list[Any] = [[0] * 4000, {"a": [0] * 5990}]
+    assert chat(extra, "x", kwargs={"extra": [[], [{}]], "other": [[]] * 100_000}).text == "x[[], [{}]]"
+    assert refused(lambda: chat(extra, "x", kwargs={"extra": fits}), ContextTooLong).param == "messages"
+    large: list[Any] = [[[]] * 10_000, {str(key): 1 for key in range(10_000)}, [*fits, [1] * 10]]
+    for values in large:
+        error = refused(partial(chat, extra, "x", kwargs={"extra": values}))
+        assert error.param == "chat_template_kwargs"
+        assert str(MAX_KWARGS_NODES) in error.message
 
 
 def test_far_too_much_text_is_refused_before_it_is_encoded(

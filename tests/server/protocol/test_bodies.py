@@ -84,6 +84,8 @@ COMPLETION_FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": [[5], []]}, "prompt"),
     ({"prompt": [[5], [True]]}, "prompt"),
     ({"prompt": ["hi"] * 50_000}, "prompt"),
+    ({"prompt": [7] * (2**20 + 1)}, "prompt"),
+    ({"prompt": [[7] * (2**20 + 1)]}, "prompt"),
     ({"prompt": ["hi"] * 100, "n": 11}, "n"),
     ({"truncation_side": "middle"}, "truncation_side"),
 ]
