@@ -112,12 +112,17 @@ def test_servers_get_time_to_drain_and_to_load(services: dict[str, dict[str, Any
     assert {services[name]["build"]["target"] for name in ("cpu", "gpu")} == {"cpu", "cuda"}
 
 
-def test_every_variable_is_a_setting(services: dict[str, dict[str, Any]]) -> None:
-    known = {f"OCTAVO_{name.upper()}" for name in Settings.model_fields}
-    for name in ("cpu", "gpu"):
-        given = {variable for variable in services[name]["environment"] if variable.startswith("OCTAVO_")}
-        assert given
-        assert given <= known
+def test_every_setting_is_passed_on(compose: Tool) -> None:
+    """All but the address and the port, which the image fixes; nothing that is no setting. Unset ones stay unset."""
+    names = {f"OCTAVO_{name.upper()}" for name in Settings.model_fields} - {"OCTAVO_HOST", "OCTAVO_PORT"}
+    given = {name: f"value-{number}" for number, name in enumerate(sorted(names))}
+    for environment, expected in ((given, given), ({}, {"OCTAVO_LOG_FORMAT": "json"})):
+        shown = compose(*PROFILES, "config", "--format", "json", **environment)
+        assert shown.returncode == 0, shown.stderr
+        for profile in ("cpu", "gpu"):
+            variables = json.loads(shown.stdout)["services"][profile]["environment"]
+            passed = {name: value for name, value in variables.items() if name.startswith("OCTAVO_")}
+            assert {name: value for name, value in passed.items() if value is not None} == expected
 
 
 def test_mounted_files_exist(services: dict[str, dict[str, Any]]) -> None:
