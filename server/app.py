@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp
 
 from server.errors import InvalidRequest, MethodNotAllowed, NotFound, RequestError, error_response, internal_error
@@ -31,6 +32,8 @@ BODIES: dict[str, tuple[type[BaseModel], ...]] = {
     "/detokenize": (DetokenizeRequest,),
 }
 """What each route reads. Routes parse their bodies themselves, so FastAPI has to be told."""
+ROUTERS = [module.router for module in (completions, chat, models, tokens, health, metrics)]
+ROUTES = [route for router in ROUTERS for route in router.routes if isinstance(route, Route)]
 REFUSALS = {
     "400": "A fault of the request; `error.param` names the field.",
     "401": "No key, or a wrong one.",
@@ -46,8 +49,8 @@ def create_app(service: Service) -> ASGIApp:
     app = FastAPI(title="Octavo", version=VERSION, redirect_slashes=False, openapi_url="/openapi.json", redoc_url=None)
     app.state.service = service
     app.state.registry = make_registry(service)
-    for module in (completions, chat, models, tokens, health, metrics):
-        app.include_router(module.router)
+    for router in ROUTERS:
+        app.include_router(router)
     app.add_exception_handler(RequestError, _answer_error)
     app.add_exception_handler(HTTPException, _answer_error)
     app.add_exception_handler(RequestValidationError, _answer_error)
@@ -71,7 +74,11 @@ async def _answer_error(http: Request, failure: Exception) -> Response:
         return error_response(internal_error())
     where = f"{http.method} {http.scope['path'][:128]}"
     if failure.status_code == 405:
-        allowed = {"Allow": (failure.headers or {}).get("Allow", "")}
+        fits = [route for route in ROUTES if route.matches(http.scope)[0] != Match.NONE]
+        methods = {name for route in fits for name in route.methods or ()}
+        allowed = {"Allow": ", ".join(sorted(methods | {"OPTIONS"}))}
+        if http.method == "OPTIONS":
+            return Response(status_code=204, headers=allowed)
         return error_response(MethodNotAllowed(f"{where}: the route does not take this method.", headers=allowed))
     return error_response(NotFound(f"{where}: there is no such route."))
 

@@ -177,6 +177,8 @@ def check_media_type(request: Request) -> None:
 
     No type at all is JSON, unless a page of another origin sends it: browsers ask nobody before such a request either.
     """
+    if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
+        raise UnsupportedMediaType("content-encoding: only identity is read")
     given = request.headers.get("content-type")
     kind = (given or "").partition(";")[0].strip().lower()
     if kind == "application/json" or kind.endswith("+json") or (given is None and not _cross_origin(request)):
