@@ -124,23 +124,33 @@ class PromptBuilder:
 
         return await self.threaded(work)
 
-    def max_tokens(self, prompt_tokens: int, requested: int | None, *, param: str, default: int | None = None) -> int:
+    def max_tokens(
+        self,
+        prompt_tokens: int,
+        requested: int | None,
+        *,
+        param: str,
+        default: int | None = None,
+        field: str = "max_tokens",
+    ) -> int:
         """How many tokens may be generated. Raises ContextTooLong or CapacityExceeded, both with the numbers.
 
         What the client `requested` has to fit; the `default` (None: all that is left) is cut to what fits. `param`:
-        the prompt's field, messages or prompt.
+        the prompt's field, messages or prompt; `field`: the one of the request. The latter is at fault where the prompt
+        leaves room for one token.
         """
         context, pool = self.limits.max_model_len, self.limits.num_blocks * self.limits.block_size
         wanted = 1 if requested is None else requested
+        wrong = field if requested is not None and prompt_tokens < min(context, pool) else param
         if prompt_tokens + wanted > context:
             raise ContextTooLong(
-                f"max_tokens: the model's context is {context} tokens, but {prompt_tokens + wanted} were asked for "
+                f"{wrong}: the model's context is {context} tokens, but {prompt_tokens + wanted} were asked for "
                 f"({prompt_tokens} in the {param}, {wanted} to generate)",
-                param=param,
+                param=wrong,
                 numbers={"prompt_tokens": prompt_tokens, "max_tokens": wanted, "max_model_len": context},
             )
         if prompt_tokens + wanted > pool:
-            self._no_room(prompt_tokens, wanted, param)
+            self._no_room(prompt_tokens, wanted, wrong)
         if requested is not None:
             return requested
         rest = min(context, pool) - prompt_tokens

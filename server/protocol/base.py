@@ -9,6 +9,7 @@ import logging
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
 from server.errors import InvalidRequest, Unsupported
 
@@ -20,7 +21,12 @@ _unknown_names: set[str] = set()
 
 
 def _whole(value: object) -> object:
-    """1.0 may pass for 1; a bool or a string may not (strict mode sees to that)."""
+    """1.0 may pass for 1; a bool or a string may not (strict mode sees to that).
+
+    Nor may a float that others round to: an integer of more than 64 bits comes from the parser as one.
+    """
+    if isinstance(value, float) and abs(value) >= 2**53:
+        raise ValueError("must be an integer of at most 64 bits, or of 53 where it is written as a float")
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -63,10 +69,16 @@ def _log_unknown(name: str) -> None:
         log.info("ignored an unknown request field: %s", ascii(name[:64]))
 
 
+def fault(field: str, message: str) -> PydanticCustomError:
+    """What a validator of a whole object raises to name one of its fields. `message` holds no braces."""
+    return PydanticCustomError("fault", message, {"field": field})
+
+
 def invalid(error: ValidationError) -> InvalidRequest:
     """The first fault of a body, named by its dotted path. Input is never echoed: it may be large, or private."""
-    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-    path = ".".join(str(part) for part in first["loc"] if part != "[key]")
+    first = error.errors(include_url=False, include_input=False)[0]
+    place = [*first["loc"], *([first["ctx"]["field"]] if first["type"] == "fault" else [])]
+    path = ".".join(str(part) for part in place if part != "[key]")
     message = first["msg"].removeprefix("Value error, ")
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
     return InvalidRequest(f"{path or 'body'}: {message}{more}", param=path or None)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, PlainValidator, StringConstraints, WithJsonSchema, model_validator
 
 from server.errors import InvalidRequest, Unsupported
-from server.protocol.base import Body, Count, Int
+from server.protocol.base import Body, Count, Int, fault
 from server.protocol.sampling import MAX_LOGPROBS, UNSUPPORTED, GenerationRequest
 
 MAX_MESSAGES = 4096
@@ -84,11 +84,11 @@ class Message(Body):
     @model_validator(mode="after")
     def _complete(self) -> Self:
         if self.role == "tool" and self.tool_call_id is None:
-            raise ValueError("a tool message needs tool_call_id")
+            raise fault("tool_call_id", "a tool message needs tool_call_id")
         if self.content is None and self.role != "assistant":
-            raise ValueError(f"a {self.role} message needs content")
+            raise fault("content", f"a {self.role} message needs content")
         if self.content is None and not self.tool_calls:
-            raise ValueError("an assistant message needs content or tool_calls")
+            raise fault("content", "an assistant message needs content or tool_calls")
         return self
 
 
@@ -117,7 +117,7 @@ class ChatFields(Body):
 
 
 CHAT_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "tools": (),
+    "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": (),
     "function_call": ("none", "auto"),
@@ -152,6 +152,11 @@ class ChatRequest(ChatFields, GenerationRequest):
                 f"min_tokens: must not exceed max_tokens ({self.min_tokens} > {self.limit})", param="min_tokens"
             )
         return self
+
+    @property
+    def limit_field(self) -> str:
+        """Which of the two fields `limit` comes from."""
+        return "max_completion_tokens" if self.max_completion_tokens is not None else "max_tokens"
 
     @property
     def limit(self) -> int | None:

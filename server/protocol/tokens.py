@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
-from server.protocol.base import Body, TokenId
+from server.protocol.base import Body, TokenId, fault
 from server.protocol.chat import CHAT_UNSUPPORTED, ChatFields
 
 MAX_TOKENS = 1_000_000
@@ -32,7 +32,7 @@ class TokenizeRequest(Body):
     def _one(self) -> Self:
         given = [name for name in ("prompt", "content", "inputs") if getattr(self, name) is not None]
         if len(given) != 1:
-            raise ValueError("exactly one of prompt, messages, content and inputs is needed")
+            raise fault([*given, "prompt"][0], "exactly one of prompt, messages, content and inputs is needed")
         return self
 
 
@@ -56,5 +56,5 @@ class DetokenizeRequest(Body):
     @model_validator(mode="after")
     def _one(self) -> Self:
         if (self.tokens is None) == (self.ids is None):
-            raise ValueError("exactly one of tokens and ids is needed")
+            raise fault("tokens", "exactly one of tokens and ids is needed")
         return self

@@ -76,7 +76,7 @@ class ChatAnswer:
         )
         scored = 0 if body.prompt_logprobs is None else body.prompt_logprobs + 1
         check_values(len(prompt.ids), scored + body.n * body.return_token_ids, "prompt_logprobs" if scored else "n")
-        max_tokens = prompts.max_tokens(len(prompt.ids), body.limit, param="messages")
+        max_tokens = prompts.max_tokens(len(prompt.ids), body.limit, param="messages", field=body.limit_field)
         options = StreamOptions(
             stop=tuple(body.stop),
             include_stop=body.include_stop_str_in_output,

@@ -349,6 +349,13 @@ def test_max_tokens(builder: PromptBuilder, small: PromptBuilder) -> None:
         error = refused(lambda: builder.max_tokens(100, 157, param="prompt"), ContextTooLong)
         assert error.numbers == {"prompt_tokens": 100, "max_tokens": 157, "max_model_len": 256}
         assert all(number in error.message for number in ("100", "157", "256", "257"))
+        assert error.param == "max_tokens"
+        error = refused(
+            lambda: builder.max_tokens(1, 256, param="messages", field="max_completion_tokens"), ContextTooLong
+        )
+        assert error.param == "max_completion_tokens"
+        assert error.message.startswith("max_completion_tokens: ")
+        assert refused(lambda: builder.max_tokens(256, 1, param="prompt"), ContextTooLong).param == "prompt"
         assert refused(lambda: builder.max_tokens(256, None, param="messages"), ContextTooLong).param == "messages"
     finally:
         builder.limits = builder_limits
@@ -356,7 +363,9 @@ def test_max_tokens(builder: PromptBuilder, small: PromptBuilder) -> None:
     assert small.max_tokens(100, None, param="messages") == 60
     assert small.max_tokens(150, None, param="prompt", default=16) == 10
     assert small.max_tokens(100, 60, param="prompt") == 60
-    assert "11 blocks" in refused(lambda: small.max_tokens(100, 61, param="prompt"), CapacityExceeded).message
+    error = refused(lambda: small.max_tokens(100, 61, param="prompt"), CapacityExceeded)
+    assert error.param == "max_tokens"
+    assert "11 blocks" in error.message
     assert refused(lambda: small.max_tokens(160, None, param="messages"), CapacityExceeded).param == "messages"
 
 

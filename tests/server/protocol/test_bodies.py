@@ -4,11 +4,12 @@ from typing import Any
 
 import pytest
 
-from server.body import MAX_DEPTH, parse_json, validate
+from server.body import MAX_DEPTH, parse_json, parse_json_object, validate
 from server.errors import RequestError
 from server.protocol.base import Body
 from server.protocol.chat import ChatRequest
 from server.protocol.completions import CompletionRequest
+from server.protocol.tokens import DetokenizeRequest, TokenizeRequest
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -108,14 +109,14 @@ CHAT_FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"messages": ["hi"]}, "messages.0"),
     ({"messages": [{"content": "x"}]}, "messages.0.role"),
     ({"messages": [{"role": "ghost", "content": "x"}]}, "messages.0.role"),
-    ({"messages": [{"role": "user"}]}, "messages.0"),
-    ({"messages": [{"role": "user", "content": None}]}, "messages.0"),
+    ({"messages": [{"role": "user"}]}, "messages.0.content"),
+    ({"messages": [{"role": "user", "content": None}]}, "messages.0.content"),
     ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
     ({"messages": [{"role": "user", "content": ["x"]}]}, "messages.0.content"),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "u"}}]}]}, "messages"),
-    ({"messages": [{"role": "assistant"}]}, "messages.0"),
-    ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0"),
+    ({"messages": [{"role": "assistant"}]}, "messages.0.content"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.tool_call_id"),
     ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "messages.0.tool_calls.0.function"),
     ({"top_logprobs": 2}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 100_000}, "top_logprobs"),
@@ -124,7 +125,7 @@ CHAT_FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"max_completion_tokens": 0}, "max_completion_tokens"),
     ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
     ({"chat_template_kwargs": []}, "chat_template_kwargs"),
-    ({"tools": []}, "tools"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
 ]
 
@@ -144,6 +145,35 @@ def test_null_is_absent_everywhere() -> None:
 
 def test_a_whole_float_is_an_integer() -> None:
     assert validate(CompletionRequest, {"prompt": "x", "max_tokens": 3.0}).max_tokens == 3
+
+
+@pytest.mark.parametrize("field", ["seed", "priority"])
+def test_an_integer_that_was_rounded_is_none(field: str) -> None:
+    """The parser makes a float of what has more than 64 bits; another float may stand for several integers."""
+    for text in (b"%d" % 2**53, b"-%d" % 2**63, b"%d.0" % (2**53 - 1)):
+        value = parse_json_object(b'{"prompt": "x", "%b": %b}' % (field.encode(), text))
+        assert getattr(validate(CompletionRequest, value), field) == int(float(text))
+    for text in (b"%d" % 2**64, b"-%d" % (2**63 + 1), b"%d.0" % 2**53, b"1e18", b"-1e300"):
+        value = parse_json_object(b'{"prompt": "x", "%b": %b}' % (field.encode(), text))
+        assert refusal(CompletionRequest, value).param == field
+
+
+def test_no_tools_are_no_fault() -> None:
+    assert validate(ChatRequest, {"messages": HI, "tools": []}) == validate(ChatRequest, {"messages": HI})
+
+
+@pytest.mark.parametrize(
+    ("model", "fields", "param"),
+    [
+        (TokenizeRequest, {}, "prompt"),
+        (TokenizeRequest, {"content": "a", "inputs": "b"}, "content"),
+        (DetokenizeRequest, {}, "tokens"),
+        (DetokenizeRequest, {"tokens": [1], "ids": [1]}, "tokens"),
+        (DetokenizeRequest, {"ids": [1, "a", "b"]}, "ids.1"),
+    ],
+)
+def test_faults_of_tokens_name_the_field(model: type[Body], fields: dict[str, Any], param: str) -> None:
+    assert refusal(model, fields).param == param
 
 
 @pytest.mark.parametrize(

@@ -313,7 +313,7 @@ def test_default_and_limits_of_max_tokens(server: Running) -> None:
     assert server.engine.submits()[-1].params.max_tokens == 16
     error = server.complete(prompt=[5] * 100, max_tokens=1000).json()["error"]
     assert error["code"] == "context_length_exceeded"
-    assert error["param"] == "prompt"
+    assert error["param"] == "max_tokens"
     assert error["max_model_len"] == 1024
     assert server.complete(prompt=[5] * 1020, max_tokens=4).status_code == 200
     assert server.complete(prompt=[5] * 1024, max_tokens=1).status_code == 400

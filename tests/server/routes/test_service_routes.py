@@ -99,11 +99,11 @@ def test_work_on_texts_has_a_slot_and_a_thread(
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
-        ("/tokenize", {}, None),
-        ("/tokenize", {"prompt": "a", "content": "b"}, None),
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "a", "content": "b"}, "prompt"),
         ("/tokenize", {"prompt": 5}, "prompt"),
         ("/tokenize", {"messages": []}, "messages"),
-        ("/detokenize", {}, None),
+        ("/detokenize", {}, "tokens"),
         ("/detokenize", {"tokens": [-1]}, "tokens.0"),
         ("/detokenize", {"tokens": [10**6]}, "tokens"),
         ("/detokenize", {"tokens": ["a"]}, "tokens.0"),
@@ -111,7 +111,7 @@ def test_work_on_texts_has_a_slot_and_a_thread(
         ("/tokenize", {"inputs": "x" * (2**20 + 1)}, "prompt"),
     ],
 )
-def test_faults(server: Running, path: str, body: Any, param: str | None) -> None:
+def test_faults(server: Running, path: str, body: Any, param: str) -> None:
     reply = server.post(path, body)
     assert reply.status_code == 400, reply.text
     assert reply.json()["error"]["param"] == param
