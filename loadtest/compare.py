@@ -21,7 +21,7 @@ from loadtest.cells import Cell, Words, parse_cells
 from loadtest.comparison import Comparison, Entry, Run
 from loadtest.export import GGUF_KINDS, export_folder, export_gguf, gguf_source
 from loadtest.extras import MissingExtra, extra
-from loadtest.options import natural, positive
+from loadtest.options import Flags, Help, natural, positive
 from loadtest.peers import KINDS, TITLES, Conditions, NotFound, Peer, version_of
 from loadtest.plots import plot
 from loadtest.rounds import Plan, compare
@@ -44,13 +44,13 @@ CONTEXT_STEP = 256
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Flags(
         "octavo bench compare",
         description="Measure Octavo and other servers in turn, on the same weights and requests. What is not found on "
         "this machine, or fails, is listed as such and stops nothing.",
         epilog="In FLAGS {weights} is the folder of weights; its bf16, f16, q8_0 and q4_0.gguf are made when they are "
         "asked for.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=Help,
     )
     add = parser.add_argument
     add("--out", type=Path, default=Path("results/compare"), help="folder of results.json, results.md, plot.png, logs")

@@ -8,7 +8,6 @@ transformers' own reading of GGUF loses SmolLM2's digit pre-tokenizer, so the fo
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from loadtest.extras import MissingExtra, extra
+from loadtest.options import Flags
 from model.errors import ModelError
 from model.gguf import GGUFFile
 from model.gguf_config import gguf_fields
@@ -39,7 +39,7 @@ GGUF_KINDS = ("bf16", "f16", "q8_0", "q4_0")
 
 def main(argv: Sequence[str]) -> int:
     """The exit status: 0; 2 with one line where the model cannot be exported."""
-    parser = argparse.ArgumentParser(
+    parser = Flags(
         "octavo bench export",
         description="Write a GGUF model as a bfloat16 safetensors folder and as other GGUF files.",
     )

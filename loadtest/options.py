@@ -6,7 +6,7 @@ import argparse
 import json
 import math
 from collections.abc import Callable
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from kvpool.budget import parse_bytes
 from loadtest.report import METRICS
@@ -16,12 +16,24 @@ N = TypeVar("N", int, float)
 DATASETS = ("random", "sharegpt", "shared-prefix", "prefix_repetition")
 
 
+class Flags(argparse.ArgumentParser):
+    """Says what is wrong in one line, and in its help the defaults that there are."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (--help lists the flags)\n")
+
+
+class Help(argparse.ArgumentDefaultsHelpFormatter):
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default in (None, []) else super()._get_help_string(action)
+
+
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Flags(
         "octavo bench",
         description="Measure an OpenAI-compatible server, or with --engine the engine alone, in this process.",
         epilog="octavo bench compare: this server and others in turn. octavo bench export: a GGUF model for others.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=Help,
         argument_default=None,
     )
     add = parser.add_argument

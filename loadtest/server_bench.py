@@ -152,8 +152,9 @@ async def _prompts(client: Client, args: argparse.Namespace, model: str, vocab_s
         return prompts
     texts = await texts_instead_of_tokens(client, model, prompts)
     if texts is None:
+        missing = "--dataset-path is missing: " if args.dataset_name == "sharegpt" else ""
         raise BadWorkload(
-            f"{args.endpoint} takes no tokens, and the server has no /detokenize to make texts of them: "
+            f"{missing}{args.endpoint} takes no tokens, and the server has no /detokenize to make texts of them: "
             "use --endpoint /v1/completions, or --dataset-name sharegpt with a --dataset-path"
         )
     return texts

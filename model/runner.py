@@ -91,9 +91,11 @@ def load_runner(options: RunnerOptions, progress: Progress = lambda stage, detai
     )
     max_tokens = options.max_num_batched_tokens or (512 if device.type == "cpu" else 8192)
     longest = _longest(config, options.max_model_len)
-    if options.kv_cache_memory is not None and config.native:
-        # Before minutes of loading: a budget that is too small is the commonest mistake.
-        plan_pool(_layout(config, precision, options), given_budget(options.kv_cache_memory), longest)
+    if options.kv_cache_memory is not None:
+        # Before minutes of loading: a budget that is too small, or more than there is, is the commonest mistake.
+        budget = given_budget(options.kv_cache_memory, available_memory() if device.type == "cpu" else None)
+        if config.native:
+            plan_pool(_layout(config, precision, options), budget, longest)
 
     progress("weights", f"{source.name}: {config.architecture}, {config.num_layers} layers, as {_types(precision)}")
     with torch.inference_mode():
@@ -108,7 +110,7 @@ def load_runner(options: RunnerOptions, progress: Progress = lambda stage, detai
         # A context that was asked for stays: longer requests are refused one by one, with the pool's numbers.
         if options.max_model_len is None:
             max_model_len = plan.num_tokens
-        progress("kv cache", f"holds {plan.num_tokens} tokens of the {longest} that a context may have")
+        progress("warning", f"the kv cache holds {plan.num_tokens} tokens of the {longest} that a context may have")
 
     layout = plan.layout
     try:

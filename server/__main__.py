@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-import argparse
-import os
 import sys
-from pathlib import Path
 
-from server.cli import add_serve_arguments
-from server.settings import ENV_PREFIX, BadSettings, load_settings
-from server.version import VERSION
-
-BAD_START = 2
+BAD_START, INTERRUPTED = 2, 130
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The exit status: 0 after a clean end, 2 where it could not start."""
-    argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(
-        "octavo", description="Serve open-weight language models over the OpenAI HTTP API."
-    )
+    """The exit status: 0 after a clean end, 2 where it could not start, 130 after Ctrl-C.
+
+    Everything is imported from here on, since that takes seconds in which somebody may think better of it.
+    """
+    try:
+        return _run(sys.argv[1:] if argv is None else argv)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _run(argv: list[str]) -> int:
+    from server.cli import Flags, add_serve_arguments
+    from server.version import VERSION
+
+    parser = Flags("octavo", description="Serve open-weight language models over the OpenAI HTTP API.")
     parser.add_argument("--version", action="version", version=f"octavo {VERSION}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     add_serve_arguments(commands.add_parser("serve", help="serve a model", prog="octavo serve"))
@@ -35,21 +38,26 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _serve(flags: dict[str, object]) -> int:
+    import os
+    from pathlib import Path
+
+    from server.settings import ENV_PREFIX, BadSettings, load_settings, unknown_variables
+
     try:
         file = flags.pop("config", os.environ.get(f"{ENV_PREFIX}CONFIG"))
         settings = load_settings(flags, None if file is None else Path(str(file)))
     except BadSettings as error:
         return _refuse(error)
-    from server.daemon import StartError, serve  # a bad flag is refused without all that this brings in
+    from server.daemon import StartError, serve, warn  # a bad flag is refused without all that this brings in
     from server.logs import start_logging
 
     start_logging(settings.log_level, settings.log_format)
+    for name in unknown_variables(os.environ):
+        warn(f"the variable {name} is no setting of this server and does nothing")
     try:
         return serve(settings)
     except StartError as error:
         return _refuse(error)
-    except KeyboardInterrupt:
-        return 130
 
 
 def _refuse(error: Exception) -> int:

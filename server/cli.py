@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
@@ -13,6 +13,13 @@ from server.settings import ENV_PREFIX, Settings
 DESCRIPTION = """Serve a language model over the OpenAI HTTP API."""
 EPILOG = f"""Each flag is also a variable ({ENV_PREFIX}MAX_MODEL_LEN for --max-model-len) and a key of the --config file
 (max-model-len or max_model_len). A flag wins over a variable, a variable over the file."""
+
+
+class Flags(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (--help lists the flags)\n")
 
 
 def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,6 +52,8 @@ def _kind(field: FieldInfo, metavar: object) -> dict[str, Any]:
         return {"action": argparse.BooleanOptionalAction}
     if field.default_factory is not None:
         return {"action": "append", "metavar": metavar}
-    if get_origin(field.annotation) is Literal and metavar is None:
-        return {"metavar": "{" + ",".join(get_args(field.annotation)) + "}"}
+    # A Literal, or one of the parts of Literal | None.
+    choices = [kind for kind in (field.annotation, *get_args(field.annotation)) if get_origin(kind) is Literal]
+    if choices and metavar is None:
+        return {"metavar": "{" + ",".join(get_args(choices[0])) + "}"}
     return {"metavar": metavar}

@@ -212,8 +212,15 @@ async def _until(condition: Callable[[], bool], seconds: float) -> bool:
 
 
 def report(progress: Progress) -> None:
-    """One line per stage."""
-    log.info("%-9s %s", progress.stage, progress.detail)
+    """One line per stage; the stage "warning" is one."""
+    if progress.stage == "warning":
+        warn(progress.detail)
+    else:
+        log.info("%-9s %s", progress.stage, progress.detail)
+
+
+def warn(text: str) -> None:
+    log.warning("%s", text)
 
 
 def serve(settings: Settings, worker: Sequence[str] = WORKER) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -31,6 +31,8 @@ from pydantic_settings import (
 from scheduler.config import EngineConfig
 
 ENV_PREFIX = "OCTAVO_"
+OTHER_VARIABLES = frozenset({"OCTAVO_CONFIG", "OCTAVO_KERNEL_CACHE", "OCTAVO_PUBLISH"})
+"""No settings: --config, where compiled kernels are kept, the port that Compose publishes."""
 
 
 class BadSettings(Exception):
@@ -70,7 +72,12 @@ class Settings(BaseSettings):
     """Validated once, at start; frozen from then on."""
 
     model_config = SettingsConfigDict(
-        env_prefix=ENV_PREFIX, env_ignore_empty=True, extra="forbid", frozen=True, protected_namespaces=()
+        env_prefix=ENV_PREFIX,
+        env_ignore_empty=True,
+        extra="forbid",
+        frozen=True,
+        protected_namespaces=(),
+        allow_inf_nan=False,
     )
 
     model: str | None = flag(
@@ -223,6 +230,12 @@ def read_file(path: Path) -> dict[str, Any]:
     return {str(key).replace("-", "_"): value for key, value in content.items() if value is not None}
 
 
+def unknown_variables(environment: Mapping[str, str]) -> list[str]:
+    """Variables with our prefix that nobody reads: most often a flag's name with a slip of the pen."""
+    known = {f"{ENV_PREFIX}{name.upper()}" for name in Settings.model_fields} | OTHER_VARIABLES
+    return sorted(name for name in environment if name.upper().startswith(ENV_PREFIX) and name.upper() not in known)
+
+
 def load_settings(flags: dict[str, Any], file: Path | None = None) -> Settings:
     """Settings from the flags that were given, the environment and the file. Raises BadSettings."""
     content = read_file(file) if file is not None else {}
@@ -238,6 +251,7 @@ def load_settings(flags: dict[str, Any], file: Path | None = None) -> Settings:
         origin = "--" + name.replace("_", "-")
         if name not in flags:
             origin = f"{ENV_PREFIX}{name.upper()}" if name not in content else f"--config {file}: {name}"
-        got = "" if name == "api_key" else f", not {first['input']!r}"
+        given = repr(first["input"])
+        got = "" if name == "api_key" or given in first["msg"] else f", not {given}"
         message = first["msg"].removeprefix("Value error, ")
         raise BadSettings(f"{origin}: {message[0].lower()}{message[1:]}{got}") from None

@@ -287,7 +287,27 @@ def test_bad_flags(flags: list[str], words: str, capsys: pytest.CaptureFixture[s
     with pytest.raises(SystemExit) as exit:
         main(flags)
     assert exit.value.code == 2
-    assert words in capsys.readouterr().err
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("octavo bench: ")
+    assert words in line
+
+
+def test_help_shows_the_defaults_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    text = capsys.readouterr().out
+    assert "(default: 1000)" in text
+    assert "(default: None)" not in text
+    assert "(default: [])" not in text
+
+
+def test_a_chat_without_texts_names_the_missing_file_first(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(stream_of(["x"])) as server:
+        flags = ["--base-url", server.url, "--endpoint", "/v1/chat/completions", "--num-prompts", "1"]
+        assert main([*flags, "--dataset-name", "sharegpt"]) == 2
+        assert capsys.readouterr().err.startswith("octavo bench: --dataset-path is missing: ")
+        assert main(flags) == 2
+        assert capsys.readouterr().err.startswith("octavo bench: /v1/chat/completions takes no tokens")
 
 
 def test_missing_file_and_unwritable_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

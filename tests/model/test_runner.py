@@ -91,13 +91,13 @@ def test_the_context_is_cut_to_the_pool_and_says_so(folder: Path) -> None:
     lines: list[tuple[str, str]] = []
     loaded = load(folder, lines, kv_cache_memory=MIB)
     assert loaded.max_model_len == (loaded.num_blocks - 1) * 16 < 512
-    assert ("kv cache", "holds 496 tokens of the 512 that a context may have") in lines
+    assert ("warning", "the kv cache holds 496 tokens of the 512 that a context may have") in lines
 
 
 def test_a_context_that_was_asked_for_stays(folder: Path) -> None:
     lines: list[tuple[str, str]] = []
     assert load(folder, lines, kv_cache_memory=MIB // 2, max_model_len=400).max_model_len == 400
-    assert ("kv cache", "holds 240 tokens of the 400 that a context may have") in lines
+    assert ("warning", "the kv cache holds 240 tokens of the 400 that a context may have") in lines
 
 
 def test_a_derived_budget_holds_what_the_users_can_use(folder: Path) -> None:
@@ -121,6 +121,13 @@ def test_mistakes_in_options(folder: Path, options: dict[str, Any], message: str
 def test_a_budget_below_one_row_of_blocks(folder: Path) -> None:
     with pytest.raises(BudgetError, match="raise --kv-cache-memory"):
         load(folder, kv_cache_memory=1000)
+
+
+def test_a_budget_beyond_the_machine_is_refused_before_anything_is_loaded(folder: Path) -> None:
+    lines: list[tuple[str, str]] = []
+    with pytest.raises(BudgetError, match="--kv-cache-memory 512 TiB is more than"):
+        load(folder, lines, kv_cache_memory=2**49)
+    assert "weights" not in [stage for stage, _ in lines]
 
 
 def test_only_dynamic_scaling_goes_beyond_the_trained_context(folder: Path) -> None:

@@ -229,6 +229,7 @@ def test_a_fault_at_the_start_is_one_line(flags: list[str], named: str) -> None:
     assert done.returncode == 2, done.stderr
     assert named in done.stderr.strip().splitlines()[-1]
     assert "Traceback" not in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
 
 
 def test_a_port_in_use() -> None:
@@ -261,6 +262,26 @@ def test_an_engine_that_cannot_start(tmp_path: Path) -> None:
     assert done.returncode == 2, done.stderr
     assert "broken.gguf" in done.stderr.strip().splitlines()[-1]
     assert "Traceback" not in done.stderr
+
+
+def test_ctrl_c_while_modules_are_imported() -> None:
+    program = """
+import sys
+
+class Impatient:
+    def find_spec(self, name, path=None, target=None):
+        if name == sys.argv[1]:
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Impatient())
+from server.__main__ import main
+sys.exit(main(["serve", "--port", "0"]))
+"""
+    for module in ("server.cli", "server.settings", "pydantic", "server.daemon", "uvicorn"):
+        done = subprocess.run(
+            [sys.executable, "-c", program, module], cwd=ROOT, capture_output=True, text=True, check=False
+        )
+        assert (done.returncode, done.stderr) == (130, ""), module
 
 
 def test_version_and_help() -> None:

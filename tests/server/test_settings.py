@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from server.cli import add_serve_arguments
-from server.settings import BadSettings, Settings, load_settings
+from server.settings import BadSettings, Settings, load_settings, unknown_variables
 
 
 def parsed(*arguments: str) -> dict[str, Any]:
@@ -43,7 +43,10 @@ def test_kinds_of_files(tmp_path: Path, suffix: str) -> None:
         (["--block-size", "17"], "--block-size"),
         (["--kv-cache-memory", "lots"], "--kv-cache-memory: 'lots' is not a size"),
         (["--chat-template", "/nowhere.jinja"], "--chat-template"),
-        (["--gpu-memory-utilization", "nan"], "--gpu-memory-utilization"),
+        (["--kv-cache-memory", "4QiB"], "^--kv-cache-memory: '4QiB' is not a size: [^']*$"),
+        (["--gpu-memory-utilization", "nan"], "--gpu-memory-utilization: .* finite number, not 'nan'"),
+        (["--target-step-time", "nan"], "--target-step-time: .* finite number, not 'nan'"),
+        (["--queue-timeout", "inf"], "--queue-timeout: .* finite number"),
         (["--drain-timeout", "-1"], "--drain-timeout"),
         (["--served-model-name", "a b"], "--served-model-name"),
     ],
@@ -101,6 +104,20 @@ def test_every_field_is_a_flag_with_help_and_a_group() -> None:
         assert field.description
     for title in ("Model:", "Memory:", "Scheduling:", "Server:"):
         assert title in text
+
+
+def test_choices_are_shown_also_where_none_is_the_default() -> None:
+    parser = argparse.ArgumentParser()
+    add_serve_arguments(parser)
+    text = parser.format_help()
+    assert "--quantization {int8}" in text
+    assert "--device {auto,cpu,cuda}" in text
+
+
+def test_variables_that_nobody_reads() -> None:
+    known = {f"OCTAVO_{name.upper()}": "1" for name in Settings.model_fields}
+    given = {**known, "OCTAVO_KERNEL_CACHE": "/tmp", "octavo_port": "1", "OCTAVO_PROT": "1", "PORT": "1"}
+    assert unknown_variables(given) == ["OCTAVO_PROT"]
 
 
 def test_the_engine_gets_its_part() -> None:
