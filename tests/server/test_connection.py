@@ -1,0 +1,143 @@
+"""Connections: how requests begin and end on the wire, and what is no HTTP."""
+
+from __future__ import annotations
+
+import json
+import socket
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.server.running import COMPLETIONS, Running
+
+
+@pytest.mark.parametrize("beginning", [b"", b"GET /health HTTP/1.1\r\nHost: x\r\n"])
+def test_a_head_that_does_not_come(server: Running, monkeypatch: pytest.MonkeyPatch, beginning: bytes) -> None:
+    """On a new connection, and on one that has served a request."""
+    monkeypatch.setattr("server.connection.HEAD_SECONDS", 0.3)
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as sock:
+        sock.sendall(beginning)
+        assert sock.recv(100) == b""
+    if beginning:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=5) as sock:
+            sock.sendall(beginning + b"\r\n")
+            answer = b""
+            while not answer.endswith(b"}"):
+                answer += sock.recv(1000)
+            assert answer.startswith(b"HTTP/1.1 200")
+            sock.sendall(beginning)
+            assert sock.recv(100) == b""
+
+
+def test_a_long_answer_is_no_slow_head(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server.connection.HEAD_SECONDS", 0.1)
+    server.engine.interval = 0.02
+    with httpx.Client(base_url=server.url) as client:
+        for _ in range(2):
+            assert client.post(COMPLETIONS, json={"prompt": "x", "max_tokens": 20}).status_code == 200
+
+
+def test_a_client_that_hangs_up_within_its_body(server: Running) -> None:
+    gone = server.metric("octavo_client_disconnects_total")
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as sock:
+        sock.sendall(head.encode() + b'{"prompt"')
+    server.wait(lambda: server.metric("octavo_client_disconnects_total") == gone + 1)
+
+
+def request(body: dict[str, Any], *lines: str) -> bytes:
+    """A whole POST of a completion."""
+    content = json.dumps(body).encode()
+    head = [f"POST {COMPLETIONS} HTTP/1.1", "Host: x", "Content-Type: application/json", *lines]
+    return "\r\n".join([*head, f"Content-Length: {len(content)}", "", ""]).encode() + content
+
+
+def rest(sock: socket.socket) -> bytes:
+    """Everything until the other end closes."""
+    data = b""
+    while part := sock.recv(65536):
+        data += part
+    return data
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_only_ends_its_own_side_is_answered(server: Running, stream: bool) -> None:
+    """Before the answer has begun, and within a stream."""
+    server.engine.interval = 0.01
+    sent = request({"prompt": "x", "max_tokens": 60, "ignore_eos": True, "stream": stream})
+    whole = []
+    for late in (False, True):
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as sock:
+            sock.sendall(sent)
+            begun = sock.recv(65536) if late and stream else b""
+            sock.shutdown(socket.SHUT_WR)
+            whole.append(begun + rest(sock))
+    for answer in whole:
+        assert b"HTTP/1.1 200" in answer
+        assert b"data: [DONE]" in answer if stream else b'"usage"' in answer
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_hangs_up_is_noticed_before_a_token_came(server: Running, stream: bool) -> None:
+    gone = server.metric("octavo_client_disconnects_total")
+    server.engine.paused.set()
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as sock:
+        sock.sendall(request({"prompt": "x", "max_tokens": 60, "stream": stream}))
+        server.wait(lambda: server.service.admission.requests == 1)
+    server.wait(lambda: server.metric("octavo_client_disconnects_total") == gone + 1)
+
+
+def error_of(answer: bytes) -> dict[str, Any]:
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400")
+    assert b"content-type: application/json" in head
+    assert b"connection: close" in head
+    error: dict[str, Any] = json.loads(body)["error"]
+    return error
+
+
+def test_what_is_no_http_is_refused_like_all_else(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+    """Any number of such requests is a line every now and then."""
+    for _ in range(5):
+        with socket.create_connection(("127.0.0.1", server.port), timeout=5) as sock:
+            sock.sendall(b"hello\r\n\r\n")
+            error = error_of(rest(sock))
+    assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_http")
+    assert len([record for record in caplog.records if "alformed" in record.message]) <= 1
+    assert not [record for record in caplog.records if record.name.startswith("uvicorn")]
+
+
+def test_two_lengths_are_one_too_many(server: Running) -> None:
+    """What one reader takes for the body, another takes for the next request."""
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as sock:
+        sock.sendall(head.encode() + b"0\r\n\r\nGET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert error_of(rest(sock))["message"].startswith("content-length: ")
+
+
+def test_a_body_in_broken_chunks_is_no_fault_of_the_server(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as sock:
+        sock.sendall(head.encode() + b"no length\r\n")
+        assert error_of(rest(sock))["code"] == "invalid_http"
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+def test_an_upgrade_is_ignored_without_advice(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+    headers = {"connection": "upgrade", "upgrade": "websocket", "sec-websocket-version": "13"}
+    assert server.client.get("/health", headers=headers).status_code == 200
+    assert "uvicorn" not in caplog.text
+
+
+def test_headers_are_bounded(server: Running) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as sock:
+        sock.sendall(b"GET /v1/models HTTP/1.1\r\nHost: x\r\nX-Request-Id: " + b"i" * (1 << 20) + b"\r\n\r\n")
+        assert sock.recv(100).startswith(b"HTTP/1.1 400")
+    assert server.client.get("/health").status_code == 200
+
+
+def test_clients_without_keep_alive(server: Running) -> None:
+    with httpx.Client(base_url=server.url, headers={"connection": "close"}) as client:
+        reply = client.post(COMPLETIONS, json={"prompt": "x", "max_tokens": 2, "stream": True})
+    assert reply.text.endswith("data: [DONE]\n\n")
