@@ -36,6 +36,17 @@ Count = Annotated[Int, Field(ge=0, le=2**31 - 1)]
 TokenId = Annotated[Int, Field(ge=0, le=2**31 - 1)]
 
 
+def at_most(limit: int) -> BeforeValidator:
+    """Looks at a list's length before its entries; pydantic counts those that it has validated."""
+
+    def check(value: object) -> object:
+        if isinstance(value, list) and len(value) > limit:
+            raise ValueError(f"at most {limit} entries are allowed, not {len(value)}")
+        return value
+
+    return BeforeValidator(check)
+
+
 class Body(BaseModel):
     """A JSON object. An explicit null is the same as an absent field."""
 

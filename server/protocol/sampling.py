@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import BeforeValidator, Field, StringConstraints, WithJsonSchema, model_validator
 
 from server.errors import InvalidRequest
-from server.protocol.base import Body, Count, Int, TokenId
+from server.protocol.base import Body, Count, Int, TokenId, at_most
 
 MAX_N = 128
 MAX_STOPS = 64
@@ -147,7 +147,10 @@ class GenerationRequest(Body):
     skip_special_tokens: bool = True
     bad_words: list[StopString] = Field(default_factory=list, max_length=MAX_BAD_WORDS)
     allowed_token_ids: (
-        Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED_IDS, fail_fast=True)] | None
+        Annotated[
+            list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED_IDS, fail_fast=True), at_most(MAX_ALLOWED_IDS)
+        ]
+        | None
     ) = None
     prompt_logprobs: Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     return_token_ids: bool = False

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
-from server.protocol.base import Body, TokenId, fault
+from server.protocol.base import Body, TokenId, at_most, fault
 from server.protocol.chat import CHAT_UNSUPPORTED, ChatFields
 
 MAX_TOKENS = 1_000_000
@@ -49,8 +49,8 @@ class DetokenizeRequest(Body):
     """`tokens` (vLLM, llama.cpp) or `ids` (TGI)."""
 
     model: str | None = None
-    tokens: Annotated[list[TokenId], Field(max_length=MAX_TOKENS, fail_fast=True)] | None = None
-    ids: Annotated[list[TokenId], Field(max_length=MAX_TOKENS, fail_fast=True)] | None = None
+    tokens: Annotated[list[TokenId], Field(max_length=MAX_TOKENS, fail_fast=True), at_most(MAX_TOKENS)] | None = None
+    ids: Annotated[list[TokenId], Field(max_length=MAX_TOKENS, fail_fast=True), at_most(MAX_TOKENS)] | None = None
     skip_special_tokens: Annotated[bool, Field(description="vLLM keeps special tokens; so does this")] = False
 
     @model_validator(mode="after")

@@ -9,7 +9,7 @@ from server.errors import RequestError
 from server.protocol.base import Body
 from server.protocol.chat import ChatRequest
 from server.protocol.completions import CompletionRequest
-from server.protocol.tokens import DetokenizeRequest, TokenizeRequest
+from server.protocol.tokens import MAX_TOKENS, DetokenizeRequest, TokenizeRequest
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -156,6 +156,17 @@ def test_an_integer_that_was_rounded_is_none(field: str) -> None:
     for text in (b"%d" % 2**64, b"-%d" % (2**63 + 1), b"%d.0" % 2**53, b"1e18", b"-1e300"):
         value = parse_json_object(b'{"prompt": "x", "%b": %b}' % (field.encode(), text))
         assert refusal(CompletionRequest, value).param == field
+
+
+def test_a_long_list_is_measured_before_it_is_read() -> None:
+    """Its entries are not even looked at: the first one would be a fault of its own."""
+    for model, fields, param, limit in (
+        (DetokenizeRequest, {"tokens": ["a"] * (MAX_TOKENS + 1)}, "tokens", MAX_TOKENS),
+        (CompletionRequest, {"prompt": "x", "allowed_token_ids": ["a"] * 300_000}, "allowed_token_ids", 262_144),
+    ):
+        error = refusal(model, fields)
+        assert error.param == param
+        assert f"at most {limit} entries" in error.message
 
 
 def test_no_tools_are_no_fault() -> None:
