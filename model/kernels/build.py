@@ -1,8 +1,8 @@
 """Compiles the kernels once, for the instruction set at hand, and loads them.
 
-A library is cached under a hash of everything that it depends on: sources, flags, torch, compiler. The directory is
-`OCTAVO_KERNEL_CACHE`, else `$XDG_CACHE_HOME/octavo/kernels`. `python -m model.kernels.build` fills it ahead of time,
-for every instruction set, as the image does.
+A library is cached under a hash of what it depends on: sources, flags, torch. The compiler is not part of it, for where
+the image runs there is none. The directory is `OCTAVO_KERNEL_CACHE`, else `$XDG_CACHE_HOME/octavo/kernels`.
+`python -m model.kernels.build` fills it ahead of time, for every instruction set, as the image does.
 """
 
 from __future__ import annotations
@@ -105,9 +105,9 @@ def load(isa: str | None = None, progress: Callable[[str], None] = lambda detail
     return isa
 
 
-def _flags() -> list[str]:
+def _flags() -> tuple[str, ...]:
     """FLAGS and those of OCTAVO_KERNEL_FLAGS: `make sanitize` compiles and links with the sanitizers that way."""
-    return [*FLAGS, *os.environ.get("OCTAVO_KERNEL_FLAGS", "").split()]
+    return (*FLAGS, *os.environ.get("OCTAVO_KERNEL_FLAGS", "").split())
 
 
 def namespace(isa: str) -> str:
@@ -147,7 +147,9 @@ def _compile(compiler: str, isa: str, path: Path) -> None:
 
 
 def _run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    # What is preloaded into this process (a sanitizer's library) is not meant for the compiler.
+    env = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     if done.returncode:
         first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[-200:])
         raise BuildError(f"{command[0]} failed: {first}")

@@ -1,15 +1,17 @@
-"""What a step costs, counted in lines of our code and in sequences looked at: no clock, so no machine can hide growth."""
+"""What a step costs, counted in lines of code and in sequences looked at: a clock could hide growth."""
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from scheduler import policy
+from scheduler.budget import Budget
 from scheduler.limits import Limits
 from scheduler.sequence import Sequence
 from tests.scheduler.conftest import World
@@ -21,7 +23,7 @@ class Watched(Sequence):
     """Notes that it was looked at."""
 
     __slots__ = ()
-    seen: set[int] = set()
+    seen: ClassVar[set[int]] = set()
 
     def __getattribute__(self, name: str) -> Any:
         Watched.seen.add(id(self))
@@ -71,7 +73,7 @@ def test_a_step_is_the_same_beside_a_long_queue(situation: str) -> None:
             table = world.pool.new_table()
             assert world.pool.extend(table, 16 * (world.pool.num_free - 8 * ROWS), 0)
         if situation == "admitting":
-            world.engine._budget = policy.Budget(ROWS + 24)
+            world.engine._budget = Budget(ROWS + 24)
         for number in range(waiting):
             world.add([number] * 40, max_tokens=5)
         world.engine.step(world.inbox)  # World.step() would check everybody.
@@ -108,7 +110,7 @@ def test_a_burst_of_long_prompts_is_hashed_over_several_steps(monkeypatch: pytes
         hashed.append(sum(len(sequence.hashes) for sequence in world.engine._state.waiting))
         if len(hashed) > 40:
             break
-    steps = [after - before for before, after in zip(hashed, hashed[1:], strict=False)]
+    steps = [after - before for before, after in itertools.pairwise(hashed)]
     assert max(steps) <= 100 + 60
     assert max(hashed) == 30 * 60, "all of them in the end"
     world.run()
