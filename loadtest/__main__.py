@@ -36,6 +36,14 @@ def main(argv: Sequence[str]) -> int:
         from loadtest.export import main as export
 
         return export(argv[1:])
+    if argv[:1] == ["growth"]:
+        from loadtest.growth import main as growth
+
+        return growth(argv[1:])
+    if argv[:1] == ["perplexity"]:
+        from loadtest.perplexity import main as perplexity
+
+        return perplexity(argv[1:])
     parser = make_parser()
     args = parser.parse_args(argv)
     check(parser, args)

@@ -32,7 +32,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser = Flags(
         "octavo bench",
         description="Measure an OpenAI-compatible server, or with --engine the engine alone, in this process.",
-        epilog="octavo bench compare: this server and others in turn. octavo bench export: a GGUF model for others.",
+        epilog="octavo bench compare: this server and others in turn. octavo bench export: a GGUF model for others. "
+        "octavo bench perplexity: what number types cost. octavo bench growth: what a step and the queue cost.",
         formatter_class=Help,
         argument_default=None,
     )

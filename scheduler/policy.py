@@ -23,6 +23,9 @@ WINDOW = 64
 """Waiting sequences among which the shortest are looked for."""
 MAX_TRIED = 32
 """Of those, how many one plan looks at."""
+MAX_BLOCKS = 1024
+"""Blocks of their prompts, the head's aside, behind which it looks at no more: the first look hashes them, two
+milliseconds' worth, and a burst of long prompts must not hold up those that run."""
 
 
 @dataclass(slots=True)
@@ -143,10 +146,13 @@ def _candidates(state: SchedulerState, step: Plan, running: Items[_Prompt], toke
     tried = _order(state.waiting)
     head = tried[0]
     found: list[_Prompt] = []
-    wanted = unfit = deferred = 0
+    wanted = unfit = deferred = blocks = 0
     for sequence in tried[:MAX_TRIED]:
         salt = sequence.salt
         hit = PrefixHit()
+        if blocks > MAX_BLOCKS:
+            break
+        blocks += len(sequence.tokens) // pool.block_size if sequence is not head else 0
         if sequence.request.prompt_values is None:
             hashes = pool.hashes(sequence.tokens, salt, sequence.hashes)
             if _comes(sequence, coming, pool.block_size):

@@ -1,8 +1,8 @@
 """Compiles the kernels once, for the instruction set at hand, and loads them.
 
-A library is cached under a hash of everything that it depends on: sources, flags, torch, compiler. The directory is
-`OCTAVO_KERNEL_CACHE`, else `$XDG_CACHE_HOME/octavo/kernels`. `python -m model.kernels.build` fills it ahead of time,
-for every instruction set, as the image does.
+A library is cached under a hash of what it depends on: sources, flags, torch. The compiler is not part of it, for where
+the image runs there is none. The directory is `OCTAVO_KERNEL_CACHE`, else `$XDG_CACHE_HOME/octavo/kernels`.
+`python -m model.kernels.build` fills it ahead of time, for every instruction set, as the image does.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def compiler() -> str:
 def library(isa: str, progress: Callable[[str], None] = lambda detail: None) -> Path:
     """The library of an instruction set, compiled first where it is not cached. Raises BuildError."""
     sources = sorted([*HERE.glob("*.h"), *HERE.glob("*.cpp")])
-    key = hashlib.blake2b(repr((isa, ISAS[isa], FLAGS, torch.__version__)).encode(), digest_size=8)
+    key = hashlib.blake2b(repr((isa, ISAS[isa], _flags(), torch.__version__)).encode(), digest_size=8)
     for source in sources:
         key.update(source.read_bytes())
     path = directory() / f"{isa}-{key.hexdigest()}.so"
@@ -105,6 +105,11 @@ def load(isa: str | None = None, progress: Callable[[str], None] = lambda detail
     return isa
 
 
+def _flags() -> tuple[str, ...]:
+    """FLAGS and those of OCTAVO_KERNEL_FLAGS: `make sanitize` compiles and links with the sanitizers that way."""
+    return (*FLAGS, *os.environ.get("OCTAVO_KERNEL_FLAGS", "").split())
+
+
 def namespace(isa: str) -> str:
     """Of an instruction set's operators and classes."""
     return f"octavo_{isa}"
@@ -131,18 +136,20 @@ def _compile(compiler: str, isa: str, path: Path) -> None:
             ("isa.cpp", ISAS[isa]),
         ):
             out = str(Path(folder) / (source + ".o"))
-            jobs.append([compiler, *FLAGS, *names, *more, "-c", str(HERE / source), "-o", out])
+            jobs.append([compiler, *_flags(), *names, *more, "-c", str(HERE / source), "-o", out])
         with ThreadPoolExecutor(len(jobs)) as pool:
             list(pool.map(_run, jobs))
         built = Path(folder) / path.name
         # torch brings its own OpenMP; it is loaded already, under the name that the linker writes down here.
         libraries = (f"-L{home / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10")
-        _run([compiler, "-shared", "-fopenmp", *(job[-1] for job in jobs), *libraries, "-o", str(built)])
+        _run([compiler, "-shared", *_flags(), *(job[-1] for job in jobs), *libraries, "-o", str(built)])
         built.replace(path)
 
 
 def _run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    # What is preloaded into this process (a sanitizer's library) is not meant for the compiler.
+    env = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     if done.returncode:
         first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[-200:])
         raise BuildError(f"{command[0]} failed: {first}")

@@ -5,8 +5,8 @@
 //   f32, f16   [inputs][2 W]
 //   bf16       [inputs][W] words: output j in the high half, output j + W in the low, so that a mask and a shift widen
 //   bf16, where the processor multiplies it   [inputs / 2][2 W][2]; activations are rounded to bf16 too
-//   int8       [inputs / 2][2 W][2]: pairs of inputs for the multiply-add of 16-bit pairs
-//   int8, VNNI [inputs / 4][2 W][4]
+//   int8       [inputs / 2][2 W][2]: pairs of inputs for the multiply-add of 16-bit pairs. VNNI multiplies groups of four
+//              bytes too, but 8-bit activations with one scale a row cost a model several percent of its perplexity
 //
 // Every output is one chain of additions over the inputs in their order, whatever the number of rows: a request's
 // numbers do not depend on who else is in the step.
@@ -25,13 +25,8 @@ using octavo::Operand;
 
 constexpr int PANEL = 2 * W;
 
-#if defined(OCTAVO_VNNI)
-constexpr int GROUP = 4;  // inputs that one instruction multiplies and adds
-typedef uint8_t Activated;
-#else
-constexpr int GROUP = 2;
+constexpr int GROUP = 2;  // inputs that one instruction multiplies and adds
 typedef int16_t Activated;
-#endif
 
 #if defined(OCTAVO_BF16)
 constexpr bool BF16_PAIRS = true;
@@ -81,13 +76,11 @@ inline void pack_int8(const Matrix& m, int64_t at, int lane, const float* row, i
   float high = 0;
   for (int64_t k = 0; k < m.inputs; k++) high = std::max(high, std::fabs(row[k]));
   const float scale = high / 127.0f;
-  int32_t total = 0;
   for (int64_t k = 0; k < groups(m.inputs) * GROUP; k++) {
     const int8_t integer = k < m.inputs && scale > 0 ? int8_t(std::lrint(row[k] / scale)) : 0;
     to[(k / GROUP * PANEL + lane) * GROUP + k % GROUP] = integer;
-    total += integer;
   }
-  m.scales[at] = scale, m.sums[at] = total;
+  m.scales[at] = scale;
 }
 
 // Two vectors of outputs for inputs k and, where bf16 goes in pairs, k + 1.
@@ -226,19 +219,12 @@ inline void multiply_pairs(const char* x, int64_t stride, const char* panel, int
 // A vector of int8 weights, as the multiply-add wants it; and the sum that a group of inputs adds, lane by lane.
 #if defined(__AVX512VNNI__)
 typedef __m512i Integers;  // GROUP inputs a lane
-inline Integers integers(const int8_t* from) { return load<__m512i>(from); }
-inline vi dot(vi total, Integers w, int32_t x) { return (vi)_mm512_dpbusd_epi32((__m512i)total, _mm512_set1_epi32(x), w); }
+inline Integers integers(const int8_t* from) { return _mm512_cvtepi8_epi16(load<__m256i>(from)); }
+inline vi dot(vi total, Integers w, int32_t x) { return (vi)_mm512_dpwssd_epi32((__m512i)total, w, _mm512_set1_epi32(x)); }
 #elif defined(__AVX2__) && !defined(OCTAVO_EMULATED)
 typedef __m256i Integers;
 inline Integers integers(const int8_t* from) { return _mm256_cvtepi8_epi16(load<__m128i>(from)); }
 inline vi dot(vi total, Integers w, int32_t x) { return total + (vi)_mm256_madd_epi16(w, _mm256_set1_epi32(x)); }
-#elif defined(OCTAVO_EMULATED)
-typedef vi Integers;
-inline Integers integers(const int8_t* from) { return load<vi>(from); }
-inline vi dot(vi total, Integers w, int32_t x) {
-  for (int shift = 0; shift < 32; shift += 8) total += (w << (24 - shift) >> 24) * ((x >> shift) & 255);
-  return total;
-}
 #else
 struct Integers {
   vi even, odd;
@@ -275,9 +261,6 @@ inline void multiply_int8(const char* x, int64_t stride, const float* x_scales, 
   for (int r = 0; r < M; r++)
     for (int j = 0; j < 2 * P; j++) {
       const int64_t lane = panel * PANEL + j * W;
-#if defined(OCTAVO_VNNI)
-      total[r][j] -= load<vi>(m.sums + lane) * 128;  // activations are stored 128 too high
-#endif
       vf value = __builtin_convertvector(total[r][j], vf) * (load<vf>(m.scales + lane) * x_scales[r]);
       store(tile + (r * 2 * P + j) * W, value);
     }
@@ -294,17 +277,16 @@ inline float encode_row(const float* x, int64_t inputs, Activated* to) {
   }
   float top = most(high), finite = sum(zero);
   for (; k < inputs; k++) top = std::max(top, std::fabs(x[k])), finite += x[k] * 0.0f;
-  // A sum over all inputs must fit 32 bits. Where pairs of 16 bits are multiplied that leaves more than 8 bits.
-  const float range = GROUP == 4 ? 127.0f : float(std::min<int64_t>(32767, 0x7fffffffLL / (127 * inputs)));
+  // A sum over all inputs must fit 32 bits.
+  const float range = float(std::min<int64_t>(32767, 0x7fffffffLL / (127 * inputs)));
   const float scale = top / range, inverse = top > 0 ? range / top : 0.0f;
-  const int shift = GROUP == 4 ? 128 : 0;
   for (k = 0; k < inputs; k++) {
     float moved = x[k] * inverse + 12582912.0f;  // 1.5 * 2^23: the integer, to nearest, is in the low bits
     int32_t bits;
     std::memcpy(&bits, &moved, 4);
-    to[k] = Activated((bits - 0x4b400000) + shift);
+    to[k] = Activated(bits - 0x4b400000);
   }
-  for (; k < groups(inputs) * GROUP; k++) to[k] = Activated(shift);
+  for (; k < groups(inputs) * GROUP; k++) to[k] = 0;
   return finite == 0.0f ? scale : NAN;
 }
 

@@ -84,7 +84,7 @@ Tensor carve(int64_t bytes) {
 
 struct Matrix : torch::CustomClassHolder {
   octavo::Matrix m{};
-  Tensor data, scales, sums, bias;
+  Tensor data, scales, bias;
 
   // weight [outputs, inputs], or [2 outputs, inputs] where gated: gates before ups.
   Matrix(const Tensor& weight, const optional<Tensor>& given_bias, const std::string& kind, bool gated) {
@@ -100,8 +100,8 @@ struct Matrix : torch::CustomClassHolder {
     data = carve(m.panels * kernels.panel_bytes(m.kind, m.inputs));
     m.data = data.data_ptr();
     if (m.kind == Kind::int8) {
-      scales = at::zeros({lanes}, at::kFloat), sums = at::zeros({lanes}, at::kInt);
-      m.scales = pointer<float>(scales), m.sums = pointer<int32_t>(sums);
+      scales = at::zeros({lanes}, at::kFloat);
+      m.scales = pointer<float>(scales);
     }
     if (given_bias) {
       checked(*given_bias, at::kFloat, {weight.size(0)}, "bias");
@@ -133,7 +133,7 @@ struct Matrix : torch::CustomClassHolder {
 
   int64_t nbytes() const {
     int64_t total = data.nbytes();
-    for (const Tensor& t : {scales, sums, bias}) total += t.defined() ? t.nbytes() : 0;
+    for (const Tensor& t : {scales, bias}) total += t.defined() ? t.nbytes() : 0;
     return total;
   }
 

@@ -21,7 +21,6 @@ struct Matrix {
   int64_t panels;
   void* data;
   float* scales;         // [panels * 2 W], int8 only: weight = scale * integer
-  int32_t* sums;         // [panels * 2 W], int8 only: sum of each output's integers
   float* bias;           // [panels * 2 W] or null
 };
 

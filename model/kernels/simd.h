@@ -14,9 +14,6 @@
 #endif
 
 // OCTAVO_EMULATED: the widths and layouts of AVX-512, without its instructions, so that they can be tested anywhere.
-#if defined(__AVX512VNNI__) || defined(OCTAVO_EMULATED)
-#define OCTAVO_VNNI
-#endif
 #if defined(__AVX512BF16__) || defined(OCTAVO_EMULATED)
 #define OCTAVO_BF16
 #endif

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from loadtest.compare import make_parser as make_compare_parser
+from loadtest.growth import make_parser as make_growth_parser
 from loadtest.options import check, make_parser
+from loadtest.perplexity import make_parser as make_perplexity_parser
 from server.cli import add_serve_arguments
 from server.settings import Settings, load_settings
 
@@ -76,6 +78,10 @@ def test_commands_are_understood(root: Path, name: str) -> None:
             load_settings(vars(parser.parse_args(words)))
         elif words[:1] == ["compare"]:
             make_compare_parser().parse_args(words[1:])
+        elif words[:1] == ["perplexity"]:
+            make_perplexity_parser().parse_args(words[1:])
+        elif words[:1] == ["growth"]:
+            make_growth_parser().parse_args(words[1:])
         else:
             bench = make_parser()
             check(bench, bench.parse_args(words))
