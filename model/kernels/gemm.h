@@ -142,30 +142,11 @@ struct Brains {  // bf16
   }
 };
 
-// Weights that a later tile reads. They are asked for while this one computes, so that memory is never idle: `tick`
-// once for each of the `steps` that the tile takes.
-class Ahead {
- public:
-  Ahead(const char* from, int64_t bytes, int64_t steps) : at_(from), end_(from + bytes), lines_((bytes / 64 * STRIP + steps - 1) / steps) {}
-
-  void tick(int64_t step) {
-    if (step % STRIP) return;
-    for (int64_t i = 0; i < lines_ && at_ < end_; i++, at_ += 64) __builtin_prefetch(at_);
-  }
-
- private:
-  static constexpr int64_t STRIP = 8;
-  const char *at_, *end_;
-  int64_t lines_;
-};
-
 // M rows times P panels of float weights → tile [M][P * PANEL].
 template <class Weights, int M, int P>
-inline void multiply(const float* x, int64_t stride, const char* panel, int64_t bytes, int64_t inputs, Ahead ahead,
-                     float* tile) {
+inline void multiply(const float* x, int64_t stride, const char* panel, int64_t bytes, int64_t inputs, float* tile) {
   vf total[M][2 * P] = {};
   for (int64_t k = 0; k < inputs; k++) {
-    ahead.tick(k);
 #pragma GCC unroll 8
     for (int p = 0; p < P; p++) {
       vf a, b;
@@ -195,10 +176,9 @@ inline vf dot_pairs(vf total, vu w, uint32_t x) {
 // As `multiply`, for bf16 where the processor multiplies it: x [M, stride bytes].
 template <int M, int P>
 inline void multiply_pairs(const char* x, int64_t stride, const char* panel, int64_t bytes, int64_t inputs,
-                           Ahead ahead, float* tile) {
+                           float* tile) {
   vf total[M][2 * P] = {};
   for (int64_t k = 0; k < pairs(inputs); k++) {
-    ahead.tick(k);
 #pragma GCC unroll 8
     for (int p = 0; p < P; p++) {
       const uint32_t* from = (const uint32_t*)(panel + p * bytes) + k * PANEL;
@@ -239,12 +219,11 @@ inline vi dot(vi total, Integers w, int32_t x) { return total + w.even * int16_t
 // As `multiply`, for int8: x [M, stride bytes], scaled by `x_scales` [M].
 template <int M, int P>
 inline void multiply_int8(const char* x, int64_t stride, const float* x_scales, const Matrix& m, int64_t panel,
-                          Ahead ahead, float* tile) {
+                          float* tile) {
   const int64_t bytes = panel_bytes(Kind::int8, m.inputs), count = groups(m.inputs);
   const int8_t* weights = (const int8_t*)m.data + panel * bytes;
   vi total[M][2 * P] = {};
   for (int64_t g = 0; g < count; g++) {
-    ahead.tick(g);
 #pragma GCC unroll 8
     for (int p = 0; p < P; p++) {
       const int8_t* from = weights + p * bytes + g * PANEL * GROUP;
@@ -310,42 +289,35 @@ inline void encode(const Matrix& m, const Operand& x, int64_t row) {
   }
 }
 
-// How many times a tile of this kind calls `Ahead::tick`.
-inline int64_t steps(Kind kind, int64_t inputs) {
-  if (kind == Kind::int8) return groups(inputs);
-  return kind == Kind::bf16 && BF16_PAIRS ? pairs(inputs) : inputs;
-}
-
 template <int M, int P>
-inline void tile_of(const Matrix& m, const Operand& x, int64_t row, int64_t panel, Ahead ahead, float* tile) {
+inline void tile_of(const Matrix& m, const Operand& x, int64_t row, int64_t panel, float* tile) {
   const int64_t bytes = panel_bytes(m.kind, m.inputs);
   const char* weights = (const char*)m.data + panel * bytes;
   const float* rows = x.rows + row * x.stride;
   switch (m.kind) {
-    case Kind::f32: return multiply<Floats, M, P>(rows, x.stride, weights, bytes, m.inputs, ahead, tile);
-    case Kind::f16: return multiply<Halves, M, P>(rows, x.stride, weights, bytes, m.inputs, ahead, tile);
+    case Kind::f32: return multiply<Floats, M, P>(rows, x.stride, weights, bytes, m.inputs, tile);
+    case Kind::f16: return multiply<Halves, M, P>(rows, x.stride, weights, bytes, m.inputs, tile);
     case Kind::bf16:
       if constexpr (BF16_PAIRS) {
         const int64_t stride = encoded_bytes(m.kind, m.inputs);
         const char* encoded = (const char*)x.encoded + row * stride;
-        return multiply_pairs<M, P>(encoded, stride, weights, bytes, m.inputs, ahead, tile);
+        return multiply_pairs<M, P>(encoded, stride, weights, bytes, m.inputs, tile);
       } else {
-        return multiply<Brains, M, P>(rows, x.stride, weights, bytes, m.inputs, ahead, tile);
+        return multiply<Brains, M, P>(rows, x.stride, weights, bytes, m.inputs, tile);
       }
     case Kind::int8: {
       const int64_t stride = encoded_bytes(m.kind, m.inputs);
       const char* encoded = (const char*)x.encoded + row * stride;
-      return multiply_int8<M, P>(encoded, stride, x.scales + row, m, panel, ahead, tile);
+      return multiply_int8<M, P>(encoded, stride, x.scales + row, m, panel, tile);
     }
   }
 }
 
 template <int P, int M>
-inline void tile_of(const Matrix& m, const Operand& x, int64_t row, int rows, int64_t panel, Ahead ahead,
-                    float* tile) {
+inline void tile_of(const Matrix& m, const Operand& x, int64_t row, int rows, int64_t panel, float* tile) {
   if constexpr (M > 0) {
-    if (rows == M) return tile_of<M, P>(m, x, row, panel, ahead, tile);
-    tile_of<P, M - 1>(m, x, row, rows, panel, ahead, tile);
+    if (rows == M) return tile_of<M, P>(m, x, row, panel, tile);
+    tile_of<P, M - 1>(m, x, row, rows, panel, tile);
   }
 }
 
@@ -354,7 +326,7 @@ template <class Finish>
 inline void multiply_panels(const Matrix& m, const Operand& x, int64_t count, int64_t first, int64_t last,
                             Finish finish) {
   alignas(64) float tile[ROWS * PANEL];
-  const int64_t blocks = (count + ROWS - 1) / ROWS, bytes = panel_bytes(m.kind, m.inputs);
+  const int64_t blocks = (count + ROWS - 1) / ROWS;
   for (int64_t panel = first; panel < last;) {
     // With few rows a tile has several panels, to keep enough additions under way.
     int together = count == 1 ? 4 : count <= ROWS / 2 ? 2 : 1;
@@ -362,15 +334,12 @@ inline void multiply_panels(const Matrix& m, const Operand& x, int64_t count, in
     for (int64_t block = 0; block < blocks; block++) {
       const int64_t row = count * block / blocks;
       const int rows = int(count * (block + 1) / blocks - row);
-      // The panels behind these, a part in each block.
-      const int64_t next = (panel + together) * bytes, size = std::min(bytes * together, last * bytes - next);
-      const Ahead ahead((const char*)m.data + next + size * block / blocks, size / blocks, steps(m.kind, m.inputs));
       if (together == 4)
-        tile_of<1, 4>(m, x, row, panel, ahead, tile);
+        tile_of<1, 4>(m, x, row, panel, tile);
       else if (together == 2)
-        tile_of<2, ROWS / 2>(m, x, row, rows, panel, ahead, tile);
+        tile_of<2, ROWS / 2>(m, x, row, rows, panel, tile);
       else
-        tile_of<1, ROWS>(m, x, row, rows, panel, ahead, tile);
+        tile_of<1, ROWS>(m, x, row, rows, panel, tile);
       for (int r = 0; r < rows; r++)
         for (int p = 0; p < together; p++) {
           float* values = tile + (r * together + p) * PANEL;
