@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import sys
 import threading
 import weakref
@@ -15,8 +16,10 @@ import weakref
 import torch
 from torch import Tensor
 
-PIECE = 64 << 20
-"""Bytes asked for at a time: some tens of milliseconds."""
+PIECE = 4 << 20
+"""Bytes asked for at a time: some milliseconds, in which nobody else in this process can map or unmap memory."""
+IDLE = 19
+"""Niceness: pages are found while nobody computes."""
 _POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE, Linux 5.14; what is older backs pages when they are first written."""
 
@@ -34,6 +37,7 @@ def zeroed(nbytes: int) -> Tensor:
 
 def _back(address: int, nbytes: int, alive: weakref.ref[mmap.mmap]) -> None:
     """Ask for every page, until the memory is gone. ctypes lets others run meanwhile."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), IDLE)
     madvise = ctypes.CDLL(None, use_errno=True).madvise
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     for begin in range(0, nbytes, PIECE):

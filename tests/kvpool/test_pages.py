@@ -22,7 +22,7 @@ def settle() -> None:
 def test_memory_is_zero_backed_soon_and_given_back() -> None:
     process = psutil.Process()
     before = process.memory_info().rss
-    size = 3 * PIECE + 12_345
+    size = 40 * PIECE + 12_345
     data = zeroed(size)
     settle()
     assert data.shape == (size,)
