@@ -1,16 +1,16 @@
 """Zeroed memory for the pool: mapped at once, in huge pages where the system grants them, and backed in the background.
 
 A pool of gigabytes takes seconds to back, and a step that meets a page without memory waits for it. So a thread asks
-for the pages while the server starts, a piece at a time, without writing to them.
+for the pages, a piece at a time and in no hurry, without writing to them.
 """
 
 from __future__ import annotations
 
 import ctypes
 import mmap
-import os
 import sys
 import threading
+import time
 import weakref
 
 import torch
@@ -18,14 +18,15 @@ from torch import Tensor
 
 PIECE = 4 << 20
 """Bytes asked for at a time: some milliseconds, in which nobody else in this process can map or unmap memory."""
-IDLE = 19
-"""Niceness: pages are found while nobody computes."""
+REST = 9
+"""A piece's time is rested so many times before the next: where a hypervisor has to find the memory, whoever asks holds
+its processor for so long, however nice it is, and steps wait for both."""
 _POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE, Linux 5.14; what is older backs pages when they are first written."""
 
 
 def zeroed(nbytes: int) -> Tensor:
-    """uint8 [nbytes], all zero; backed within seconds. Raises OSError where so much address space cannot be had."""
+    """uint8 [nbytes], all zero; backed within a minute. Raises OSError where so much address space cannot be had."""
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -37,10 +38,11 @@ def zeroed(nbytes: int) -> Tensor:
 
 def _back(address: int, nbytes: int, alive: weakref.ref[mmap.mmap]) -> None:
     """Ask for every page, until the memory is gone. ctypes lets others run meanwhile."""
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), IDLE)
     madvise = ctypes.CDLL(None, use_errno=True).madvise
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     for begin in range(0, nbytes, PIECE):
-        memory = alive()
+        began, memory = time.perf_counter(), alive()
         if memory is None or madvise(address + begin, min(PIECE, nbytes - begin), _POPULATE_WRITE) != 0:
             return
+        del memory
+        time.sleep(REST * (time.perf_counter() - began))
