@@ -41,7 +41,7 @@ class Fields:
         self.where = where
 
     def bad(self, key: str, wanted: str) -> ModelError:
-        value = repr(self.values.get(key))
+        value = " ".join(repr(self.values.get(key)).split())  # numpy breaks the lines of a long array
         return ModelError(f"{self.where}: {key} is {value[:80]}; it must be {wanted}")
 
     def has(self, key: str) -> bool:

@@ -204,6 +204,7 @@ LIES: list[tuple[dict[str, Any], str]] = [
     (BPE | {"add_bos_token": "yes"}, "add_bos_token"),
     (BPE | {"tokenizer.chat_template": "x" * (2 << 20)}, "chat_template"),
     (SPM | {"scores": [0.0]}, "scores"),
+    (BPE | {"model": [0] * 19}, "model"),
     ({key: value for key, value in SPM.items() if key != "scores"}, "scores"),
     ({key: value for key, value in BPE.items() if key != "tokens"}, "tokens"),
     ({key: value for key, value in BPE.items() if key != "merges"}, "merges"),
