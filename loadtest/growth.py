@@ -23,6 +23,7 @@ import numpy as np
 from kvpool.budget import BudgetError
 from kvpool.pool import KVPool
 from loadtest.options import Flags, Help, positive
+from loadtest.report import aligned
 from model.batch import Batch, Executor, Row, StepResult
 from model.errors import ModelError
 from model.params import SamplingParams
@@ -263,7 +264,7 @@ def _model_lines(args: argparse.Namespace) -> list[str]:
     table = [[f"{count:,} rows", *(by_cell.get((count, each), "") for each in contexts)] for count in args.rows]
     return [
         f"{loaded.device}, weights {args.quantization or loaded.dtype}, KV {loaded.kv_cache_dtype}",
-        *_aligned([["ms of a step; context of each row:", *(f"{each:,}" for each in contexts)], *table]),
+        *aligned([["ms of a step; context of each row:", *(f"{each:,}" for each in contexts)], *table]),
         f"ms = {1e3 * line.fixed:.2f} + {1e3 * line.row:.3f} · rows + {1e6 * line.token:.3f} · context / 1,000",
         f"R² {line.r_squared:.4f}; no cell is off by more than {line.worst:.0%}",
     ]
@@ -271,9 +272,4 @@ def _model_lines(args: argparse.Namespace) -> list[str]:
 
 def _table(title: str, numbers: Sequence[int], columns: Sequence[dict[str, float]]) -> list[str]:
     rows = [[name, *(f"{1e6 * column[name]:.0f}" for column in columns)] for name in columns[0]]
-    return _aligned([[title, *(f"{number:,}" for number in numbers)], *rows])
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
+    return aligned([[title, *(f"{number:,}" for number in numbers)], *rows])

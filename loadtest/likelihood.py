@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -109,21 +110,12 @@ class Reader:
             logits = self._model.logits(hidden)
         return logits.double().log_softmax(-1)
 
-    def _timed(self) -> _Timer:
-        return _Timer(self.score)
-
-
-class _Timer:
-    """Adds the time between its enter and exit to a score. On a GPU work that is still under way counts later."""
-
-    def __init__(self, score: Score) -> None:
-        self._score = score
-
-    def __enter__(self) -> None:
-        self._began = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        self._score.seconds += time.perf_counter() - self._began
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        """Adds what happens within to the score's seconds. On a GPU work that is still under way counts later."""
+        began = time.perf_counter()
+        yield
+        self.score.seconds += time.perf_counter() - began
 
 
 def load(

@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from kvpool.budget import BudgetError
 from loadtest.options import Flags, Help, positive
+from loadtest.report import aligned
 from loadtest.workloads import BadWorkload
 from model.errors import ModelError
 from model.source import resolve
@@ -114,12 +115,7 @@ def _measure(args: argparse.Namespace) -> str:
         )
         for score in scores
     ]
-    return "\n".join([about, *_table([HEADER, *rows])])
-
-
-def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
+    return "\n".join([about, *aligned([HEADER, *rows])])
 
 
 def _text(path: Path | None) -> tuple[str, str]:

@@ -161,6 +161,12 @@ def table(summary: Summary, metrics: Sequence[str], rate: float = float("inf"), 
     return "\n".join(lines)
 
 
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table: the first column to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
+
+
 def row(name: str, value: float) -> str:
     """One line of a table: whole numbers as they are, others with two digits."""
     return f"{name:<40} {value:<10}" if isinstance(value, int) else f"{name:<40} {value:<10.2f}"

@@ -31,8 +31,9 @@ from pydantic_settings import (
 from scheduler.config import EngineConfig
 
 ENV_PREFIX = "OCTAVO_"
-OTHER_VARIABLES = frozenset({"OCTAVO_CONFIG", "OCTAVO_KERNEL_CACHE", "OCTAVO_PUBLISH"})
-"""No settings: --config, where compiled kernels are kept, the port that Compose publishes."""
+OTHER_VARIABLES = frozenset({"OCTAVO_CONFIG", "OCTAVO_KERNEL_CACHE", "OCTAVO_KERNEL_FLAGS", "OCTAVO_PUBLISH"})
+"""No settings: --config, where compiled kernels are kept and with what they are compiled, the port that Compose
+publishes."""
 
 
 class BadSettings(Exception):

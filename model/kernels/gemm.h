@@ -25,8 +25,7 @@ using octavo::Operand;
 
 constexpr int PANEL = 2 * W;
 
-constexpr int GROUP = 2;  // inputs that one instruction multiplies and adds
-typedef int16_t Activated;
+typedef int16_t Activated;  // beside int8 weights
 
 #if defined(OCTAVO_BF16)
 constexpr bool BF16_PAIRS = true;
@@ -36,22 +35,19 @@ constexpr bool BF16_PAIRS = false;
 
 inline int64_t pairs(int64_t inputs) { return (inputs + 1) / 2; }
 
-inline int64_t groups(int64_t inputs) { return (inputs + GROUP - 1) / GROUP; }
-
 inline int64_t panel_bytes(Kind kind, int64_t inputs) {
   switch (kind) {
     case Kind::f32: return inputs * PANEL * 4;
     case Kind::f16: return inputs * PANEL * 2;
     case Kind::bf16: return (BF16_PAIRS ? 2 * pairs(inputs) : inputs) * PANEL * 2;
-    default: return groups(inputs) * GROUP * PANEL;
+    default: return 2 * pairs(inputs) * PANEL;
   }
 }
 
 // Of a row of activations in the form that the kind multiplies; 0: as float32.
 inline int64_t encoded_bytes(Kind kind, int64_t inputs) {
   int64_t bytes = 0;
-  if (kind == Kind::int8) bytes = groups(inputs) * GROUP * int64_t(sizeof(Activated));
-  if (kind == Kind::bf16 && BF16_PAIRS) bytes = pairs(inputs) * 4;
+  if (kind == Kind::int8 || (kind == Kind::bf16 && BF16_PAIRS)) bytes = 4 * pairs(inputs);
   return (bytes + 63) / 64 * 64;
 }
 
@@ -76,9 +72,9 @@ inline void pack_int8(const Matrix& m, int64_t at, int lane, const float* row, i
   float high = 0;
   for (int64_t k = 0; k < m.inputs; k++) high = std::max(high, std::fabs(row[k]));
   const float scale = high / 127.0f;
-  for (int64_t k = 0; k < groups(m.inputs) * GROUP; k++) {
+  for (int64_t k = 0; k < 2 * pairs(m.inputs); k++) {
     const int8_t integer = k < m.inputs && scale > 0 ? int8_t(std::lrint(row[k] / scale)) : 0;
-    to[(k / GROUP * PANEL + lane) * GROUP + k % GROUP] = integer;
+    to[(k / 2 * PANEL + lane) * 2 + k % 2] = integer;
   }
   m.scales[at] = scale;
 }
@@ -196,9 +192,9 @@ inline void multiply_pairs(const char* x, int64_t stride, const char* panel, int
     for (int j = 0; j < 2 * P; j++) store(tile + (m * 2 * P + j) * W, total[m][j]);
 }
 
-// A vector of int8 weights, as the multiply-add wants it; and the sum that a group of inputs adds, lane by lane.
+// A vector of int8 weights, as the multiply-add wants it; and the sum that a pair of inputs adds, lane by lane.
 #if defined(__AVX512VNNI__)
-typedef __m512i Integers;  // GROUP inputs a lane
+typedef __m512i Integers;  // a pair of inputs a lane
 inline Integers integers(const int8_t* from) { return _mm512_cvtepi8_epi16(load<__m256i>(from)); }
 inline vi dot(vi total, Integers w, int32_t x) { return (vi)_mm512_dpwssd_epi32((__m512i)total, w, _mm512_set1_epi32(x)); }
 #elif defined(__AVX2__) && !defined(OCTAVO_EMULATED)
@@ -220,20 +216,20 @@ inline vi dot(vi total, Integers w, int32_t x) { return total + w.even * int16_t
 template <int M, int P>
 inline void multiply_int8(const char* x, int64_t stride, const float* x_scales, const Matrix& m, int64_t panel,
                           float* tile) {
-  const int64_t bytes = panel_bytes(Kind::int8, m.inputs), count = groups(m.inputs);
+  const int64_t bytes = panel_bytes(Kind::int8, m.inputs), count = pairs(m.inputs);
   const int8_t* weights = (const int8_t*)m.data + panel * bytes;
   vi total[M][2 * P] = {};
-  for (int64_t g = 0; g < count; g++) {
+  for (int64_t k = 0; k < count; k++) {
 #pragma GCC unroll 8
     for (int p = 0; p < P; p++) {
-      const int8_t* from = weights + p * bytes + g * PANEL * GROUP;
-      const Integers a = integers(from), b = integers(from + W * GROUP);
+      const int8_t* from = weights + p * bytes + k * PANEL * 2;
+      const Integers a = integers(from), b = integers(from + W * 2);
 #pragma GCC unroll 12
       for (int r = 0; r < M; r++) {
-        int32_t group;  // GROUP inputs of one row
-        std::memcpy(&group, x + r * stride + g * 4, 4);
-        total[r][2 * p] = dot(total[r][2 * p], a, group);
-        total[r][2 * p + 1] = dot(total[r][2 * p + 1], b, group);
+        int32_t pair;  // of one row's inputs
+        std::memcpy(&pair, x + r * stride + k * 4, 4);
+        total[r][2 * p] = dot(total[r][2 * p], a, pair);
+        total[r][2 * p + 1] = dot(total[r][2 * p + 1], b, pair);
       }
     }
   }
@@ -265,7 +261,7 @@ inline float encode_row(const float* x, int64_t inputs, Activated* to) {
     std::memcpy(&bits, &moved, 4);
     to[k] = Activated(bits - 0x4b400000);
   }
-  for (; k < groups(inputs) * GROUP; k++) to[k] = 0;
+  for (; k < 2 * pairs(inputs); k++) to[k] = 0;
   return finite == 0.0f ? scale : NAN;
 }
 

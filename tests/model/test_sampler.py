@@ -23,6 +23,13 @@ Floats = NDArray[np.float64]
 SAMPLER = Sampler()
 EDGE = 1e-5
 """Float32 may decide differently from float64 where a sum comes closer than this to its limit."""
+MIXTURES: list[dict[str, Any]] = [
+    {"temperature": 0.7},
+    {"temperature": 1.5, "top_k": 12},
+    {"temperature": 1.3, "top_p": 0.8},
+    {"temperature": 1.5, "min_p": 0.1},
+    {"temperature": 2.0, "top_k": 20, "top_p": 0.9, "min_p": 0.05},
+]
 
 
 def row(tokens: list[int] | None = None, *, prompt_len: int = 1, index: int = 0, **fields: Any) -> Row:
@@ -190,16 +197,7 @@ def test_ties_keep_exactly_k_lowest_ids() -> None:
             assert kept[0].nonzero()[:, 0].tolist() == list(range(count)), (method.__name__, fields)
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"temperature": 0.7},
-        {"temperature": 1.5, "top_k": 12},
-        {"temperature": 1.3, "top_p": 0.8},
-        {"temperature": 1.5, "min_p": 0.1},
-        {"temperature": 2.0, "top_k": 20, "top_p": 0.9, "min_p": 0.05},
-    ],
-)
+@pytest.mark.parametrize("fields", MIXTURES)
 def test_distribution(fields: Any) -> None:
     """Chi-square over 20,000 draws."""
     count = 20_000

@@ -17,7 +17,7 @@ from model.kernels.loaded import Kernels
 from model.logprobs import FLOOR, prompt_logprobs, token_logprobs
 from model.params import SamplingParams
 from model.sampler import Sampler
-from tests.model.test_sampler import logit_rows, reference_probs, reference_support, row, settings_of
+from tests.model.test_sampler import MIXTURES, logit_rows, reference_probs, reference_support, row, settings_of
 
 Floats32 = NDArray[np.float32]
 NEAR = 1e-6
@@ -87,16 +87,7 @@ def test_ties_keep_the_lowest_ids(kernels: Kernels, fields: Any, count: int) -> 
     assert draws(kernels, logits, params, numbers) == list(range(0, 2 * count, 2))
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"temperature": 0.7},
-        {"temperature": 1.5, "top_k": 12},
-        {"temperature": 1.3, "top_p": 0.8},
-        {"temperature": 1.5, "min_p": 0.1},
-        {"temperature": 2.0, "top_k": 20, "top_p": 0.9, "min_p": 0.05},
-    ],
-)
+@pytest.mark.parametrize("fields", MIXTURES)
 def test_frequencies(kernels: Kernels, fields: Any) -> None:
     """Evenly spaced numbers draw each token as often as its probability says, up to one at each end."""
     count, logits = 5000, np.random.default_rng(3).normal(0, 2, 40).astype(np.float32)
