@@ -1,6 +1,8 @@
 """What streams feel of a long prompt: their gaps while it is computed, beside their gaps before it came.
 
-Only a stream that ran from before the long prompt to its first content says something of all of it.
+Only a stream that ran from before the long prompt to its first content says something of all of it. Gaps are those
+between tokens where the server names them, else between pieces of text: an emoji may take four tokens, and so four
+usual gaps, on the quietest machine.
 
 streams   | | | | | | | |  |  |  |  |  |  | | | |
 long                     ├─── prefill ───┤
@@ -113,7 +115,7 @@ def measure(streams: Sequence[Outcome], long: Outcome) -> Interference:
     ended = late = 0
     begun = max((begin for o in streams if o.arrivals and (begin := o.arrivals[0]) < long.sent), default=long.sent)
     for outcome in (o for o in streams if o.failure is None):
-        gaps = list(pairwise(outcome.arrivals))
+        gaps = list(pairwise(outcome.beats or outcome.arrivals))
         before = [b - a for a, b in gaps if begun <= a and b <= long.sent]
         if outcome.arrivals and outcome.arrivals[-1] < first:
             ended += 1

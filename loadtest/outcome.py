@@ -30,6 +30,8 @@ class Outcome:
     """Whether the token counts come from the server's `usage`."""
     arrivals: list[float] = field(default_factory=list)
     """When each piece of content came."""
+    beats: list[float] = field(default_factory=list)
+    """When each piece with tokens came, text or not, where the server names them (`return_token_ids`)."""
     end: float = 0.0
     failure: Failure | None = None
 

@@ -52,7 +52,7 @@ async def measure_interference(args: argparse.Namespace) -> tuple[str, list[Outc
         lengths = (args.random_input_len, args.random_output_len, 0.0)
         streams = random_prompts(args.max_concurrency or 8, *lengths, tokens, args.seed)
         (long,) = random_prompts(1, args.long_prompt_len, 1, 0.0, tokens, args.seed + 1)
-        options = request_options(args, model)
+        options = {"return_token_ids": True, **request_options(args, model)}
 
         async def send(prompt: Prompt, scheduled: float) -> Outcome:
             return await client.send(prompt, options, scheduled)

@@ -16,6 +16,7 @@ from loadtest.outcome import Failure, Outcome
 
 # A key in front of a string that is not empty. Within a string the quotes would be escaped, so text can't fake it.
 _CONTENT = re.compile(rb'"(?:text|content|reasoning|reasoning_content|refusal|arguments)"\s*:\s*"[^"]')
+_TOKENS = re.compile(rb'"token_ids"\s*:\s*\[\s*[0-9]')
 _USAGE = re.compile(rb'"usage"\s*:\s*\{')
 _SEPARATOR = re.compile(rb"\r?\n\r?\n")
 _DONE = b"[DONE]"
@@ -59,6 +60,8 @@ class AnswerStream:
             self._parse(data)
         if has_content and self._outcome.failure is None:
             self._outcome.arrivals.append(now)
+        if _TOKENS.search(data) is not None:
+            self._outcome.beats.append(now)
 
     def _parse(self, data: bytes) -> None:
         outcome = self._outcome

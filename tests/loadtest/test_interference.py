@@ -40,6 +40,14 @@ def test_worst_and_usual_gap_of_each_stream() -> None:
     }
 
 
+def test_a_character_of_several_tokens_is_no_wait() -> None:
+    """Where the server names the tokens, each ends a gap, though only the last of a character brings text."""
+    text = stream([1.0, 1.1, 1.2, 1.3, 1.9])
+    text.beats = [1.0, 1.1, 1.2, 1.3, 1.5, 1.7, 1.9]
+    found = measure([text], long(1.25, 1.85))
+    assert [round(gap, 6) for gap in found.worst] == [0.2]
+
+
 def test_a_stream_s_own_prefill_is_no_gap() -> None:
     """Only what came after the last stream's first content counts as usual."""
     early = stream([0.1, 0.9, 1.7, 2.5, 2.6, 2.7, 2.8, 2.9, 3.0])

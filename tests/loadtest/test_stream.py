@@ -33,6 +33,16 @@ def test_times_and_usage() -> None:
     assert outcome.tpot == (2.75 - 1.0) / 11
 
 
+def test_tokens_without_text_are_seen_where_the_server_names_them() -> None:
+    def chunk(ids: str, text: str) -> bytes:
+        return b'data: {"choices":[{"prompt_token_ids":[9],"text":"%s"%s}]}\n\n' % (text.encode(), ids.encode())
+
+    named = read((1.0, chunk(',"token_ids":[1]', "a")), (2.0, chunk(',"token_ids": [2]', "")), (3.0, chunk("", "b")))
+    assert named.beats == [1.0, 2.0]
+    assert named.arrivals == [1.0, 3.0]
+    assert read((1.0, chunk(',"token_ids":[]', "a"))).beats == []
+
+
 @given(st.lists(st.integers(0, 600), max_size=12), st.sampled_from([b"\n", b"\r\n"]))
 def test_cuts_do_not_matter(cuts: list[int], newline: bytes) -> None:
     data = b": hello\n\n" + b"".join(completion_events(['say "x"', "é\n\nb", "c"], 7, 3))
