@@ -5,7 +5,8 @@ Methods of one engine are wrapped, and each moment of a step counts for the inne
     engine.step   other ┌ plan ┐┌ plan ┌ inputs ┐┌ ends ┌ layers ┐ ┐┌ head ┐ ┐┌ output ┌ sampling ┐ ┐ other
                         └──────┘└──────┴────────┴┴──────┴────────┴─┴┴──────┴─┘└────────┴──────────┴─┘
 
-So an engine that is not profiled has no mark in it, and pays nothing.
+So an engine that is not profiled has no mark in it, and pays nothing. Within the layers, one call of C++, the kernels'
+threads note their own phases; the table shows the mean of the threads.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ class Stopwatch:
     """Time by phase since it was last taken. Of one thread."""
 
     def __init__(self, clock: Callable[[], int] = perf_counter_ns) -> None:
+        self.parts: Callable[[], dict[str, int]] = dict
+        """What the layers' time consists of, asked whenever the time is taken."""
         self._clock = clock
         self._spent: dict[str, int] = {}
         self._phase: str | None = None
@@ -58,7 +61,7 @@ class Stopwatch:
     def take(self) -> dict[str, int]:
         """Nanoseconds by phase; begins anew."""
         spent, self._spent = self._spent, {}
-        return spent
+        return spent | {f"layers: {part}": time for part, time in self.parts().items()}
 
     def _enter(self, phase: str | None) -> str | None:
         """Returns the phase that it ends; None: nobody's."""
@@ -76,6 +79,8 @@ def watch(engine: Any) -> Stopwatch:
     runner = engine._executor
     model = runner.model
     fused = getattr(model, "fused", None) is not None
+    if fused:
+        stopwatch.parts = model.fused.spent
     for owner, name, phase in (
         (engine, "step", "other"),
         (engine, "_plan", "plan"),
@@ -98,7 +103,7 @@ def profile_table(kinds: Mapping[str, Laps]) -> str:
     for kind, laps in kinds.items():
         if laps:
             lines += [f"{f' {kind}: {len(laps)} steps ':-^58}", f"{'':<26}{'mean µs':>11}{'share %':>10}{'p99 µs':>11}"]
-            times = {name: _microseconds(laps, phases) for name, phases in _rows().items()}
+            times = {name: _microseconds(laps, phases) for name, phases in _rows(laps).items()}
             whole = times["step"].mean()
             for name, values in times.items():
                 share = 100 * values.mean() / whole
@@ -111,7 +116,7 @@ def profile_fields(kinds: Mapping[str, Laps]) -> dict[str, object]:
     return {
         kind: {
             name: {"mean_us": float(values.mean()), "p99_us": float(np.percentile(values, 99))}
-            for name, phases in _rows().items()
+            for name, phases in _rows(laps).items()
             for values in [_microseconds(laps, phases)]
         }
         for kind, laps in kinds.items()
@@ -119,10 +124,14 @@ def profile_fields(kinds: Mapping[str, Laps]) -> dict[str, object]:
     }
 
 
-def _rows() -> dict[str, Sequence[str]]:
+def _rows(laps: Laps) -> dict[str, Sequence[str]]:
     """Lines of the table, and the phases that each adds up."""
+    parts = {part: (part,) for part in laps[-1] if part.startswith("layers: ")}
+    rows: dict[str, Sequence[str]] = {}
+    for phase, label in PHASES.items():
+        rows |= {label: (phase,)} | (parts if phase == "layers" else {})
     return {
-        **{label: (phase,) for phase, label in PHASES.items()},
+        **rows,
         "step": tuple(PHASES),
         "all but the model": OURS,
     }

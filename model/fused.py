@@ -15,6 +15,10 @@ from model.linear import KernelLinear
 from model.precision import Precision
 
 
+PHASES = ("norms", "qkv", "heads", "attention", "output", "gate_up", "down", "wait")
+"""What a thread does within the layers, in the order of the kernels' `Phase`; wait: for the other threads."""
+
+
 class FusedLayers:
     """What `Decoder.forward` does between the embedding and the last norm, in float32."""
 
@@ -60,6 +64,11 @@ class FusedLayers:
         """x [tokens, hidden] float32 becomes the residual stream after the last layer."""
         tables = [part.flatten(1) for pair in cos_sin for part in pair]
         self._decoder.forward(x, storage.data, tables, *inputs.packed())
+
+    def spent(self) -> dict[str, int]:
+        """Nanoseconds of each phase since the last call, the mean of the threads. The first call switches the clocks on."""
+        laps = self._decoder.spent()
+        return dict(zip(PHASES, laps.double().mean(0).long().tolist(), strict=True)) if len(laps) else {}
 
 
 def _matrix(linear: object) -> Any:

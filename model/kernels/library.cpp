@@ -53,15 +53,16 @@ T* pointer(const Tensor& t) {
 
 // One region for a whole step. `work` is called by every thread with its number and their count.
 template <class Work>
-void parallel(Work work) {
+void parallel(Work work, std::vector<octavo::Laps>* laps = nullptr) {
   static thread_local std::vector<Tensor> scratch;  // per calling thread: one buffer for each of the region's threads
   const int wanted = at::get_num_threads();
   while ((int)scratch.size() < wanted) scratch.push_back(at::empty({kernels.scratch_bytes}, at::kByte));
   std::vector<Tensor>& mine = scratch;
+  if (laps) laps->resize(wanted);
 #pragma omp parallel num_threads(wanted)
   {
     const int number = omp_get_thread_num();
-    work(octavo::Thread{number, omp_get_num_threads(), mine[number].data_ptr()});
+    work(octavo::Thread{number, omp_get_num_threads(), mine[number].data_ptr(), laps ? &(*laps)[number] : nullptr});
   }
 }
 
@@ -180,6 +181,8 @@ struct Buffer {
 
 struct Decoder : torch::CustomClassHolder {
   octavo::Geometry g{};
+  std::vector<octavo::Laps> laps;  // one a thread
+  bool timed = false;
   std::vector<octavo::Layer> layers;
   std::vector<Handle> matrices;
   std::vector<Tensor> norms;
@@ -264,7 +267,17 @@ struct Decoder : torch::CustomClassHolder {
     const octavo::Workspace workspace = reserve(rows);
     const octavo::Decode decode{g, layers.data(), (int64_t)layers.size(), kv, rows, rotaries.data(), pointer<float>(x),
                                 workspace};
-    parallel([&](const octavo::Thread& t) { kernels.decode(decode, t); });
+    parallel([&](const octavo::Thread& t) { kernels.decode(decode, t); }, timed ? &laps : nullptr);
+  }
+
+  // Nanoseconds since the last call, [threads, phases]; the first call begins it. Costs microseconds a step.
+  Tensor spent() {
+    timed = true;
+    Tensor all = at::zeros({(int64_t)laps.size(), int64_t(octavo::Phase::count)}, at::kLong);
+    for (size_t i = 0; i < laps.size(); i++)
+      std::copy(std::begin(laps[i].spent), std::end(laps[i].spent), pointer<int64_t>(all[i]));
+    laps.clear();
+    return all;
   }
 
   octavo::Workspace reserve(const octavo::Rows& rows) {
@@ -379,7 +392,8 @@ LIBRARY(OCTAVO_LIBRARY, m) {
   m.class_<Decoder>("Decoder")
       .def(torch::init<int64_t, int64_t, int64_t, int64_t, int64_t, double, double, double, double, const std::string&>())
       .def("add_layer", &Decoder::add_layer)
-      .def("forward", &Decoder::forward);
+      .def("forward", &Decoder::forward)
+      .def("spent", &Decoder::spent);
   m.def("attention", &attention);
   m.def("attends", &attends);
   m.def("draw", &draw);

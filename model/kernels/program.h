@@ -4,6 +4,7 @@
 #include <sched.h>
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <vector>
 
@@ -130,9 +131,27 @@ struct Workspace {
   Barrier* barrier;
 };
 
+// What a thread does within the layers; the names are in model/fused.py. `wait`: until the slowest thread is there.
+enum class Phase { norms, qkv, heads, attention, output, gate_up, down, wait, count };
+
+// Nanoseconds of one thread's phases, where somebody wants to know.
+struct alignas(64) Laps {
+  int64_t spent[int(Phase::count)] = {};
+  int64_t since = 0;
+};
+
 struct Thread {
   int number, count;
   void* scratch;
+  Laps* laps = nullptr;
+
+  // What was done since the last mark was this phase.
+  void mark(Phase phase) const {
+    if (!laps) return;
+    const int64_t now = std::chrono::steady_clock::now().time_since_epoch().count();
+    if (phase != Phase::count) laps->spent[int(phase)] += now - laps->since;
+    laps->since = now;
+  }
 };
 
 struct Decode {

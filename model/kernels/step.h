@@ -15,6 +15,7 @@ using octavo::Activation;
 using octavo::Geometry;
 using octavo::Layer;
 using octavo::Norm;
+using octavo::Phase;
 using octavo::Thread;
 using octavo::Workspace;
 
@@ -72,10 +73,14 @@ inline void attend_all(const Attended& a, Kind kind, const Rows& rows, const std
       case Kind::f16: attend<f16>(a, rows, items[i], scratch); break;
       default: attend<bf16>(a, rows, items[i], scratch); break;
     }
+  t.mark(Phase::attention);
   barrier.wait(t.count);
+  t.mark(Phase::wait);
   if (merges.empty()) return;
   for (size_t i = t.number; i < merges.size(); i += t.count) merge(a, rows, merges[i]);
+  t.mark(Phase::attention);
   barrier.wait(t.count);
+  t.mark(Phase::wait);
 }
 
 inline void store_lanes(const Matrix& m, float* row, int64_t panel, const float* values) {
@@ -93,7 +98,12 @@ struct Step : octavo::Decode {
   const Geometry& g = geometry;
   const Workspace& w = workspace;
 
-  void meet(const Thread& t) const { w.barrier->wait(t.count); }
+  // The end of a phase: all threads have done their part of it.
+  void meet(const Thread& t, Phase phase) const {
+    t.mark(phase);
+    w.barrier->wait(t.count);
+    t.mark(Phase::wait);
+  }
 
   Operand operand(const float* from, int64_t stride) const { return {from, stride, w.encoded, w.scales}; }
 
@@ -104,7 +114,7 @@ struct Step : octavo::Decode {
       if (norm.weight) rms_norm(x + row * g.hidden, norm.weight, g.hidden, g.eps, w.normed + row * g.hidden);
       encode(m, to, row);
     }
-    meet(t);
+    meet(t, Phase::norms);
     return to;
   }
 
@@ -112,28 +122,28 @@ struct Step : octavo::Decode {
     const Operand to = operand(from, m.inputs);
     if (!encoded_bytes(m.kind, m.inputs)) return to;
     for (int64_t row = t.number; row < rows.tokens; row += t.count) encode(m, to, row);
-    meet(t);
+    meet(t, Phase::norms);
     return to;
   }
 
   template <class Finish>
-  void multiply(const Thread& t, const Matrix& m, const Operand& from, Finish finish) const {
+  void multiply(const Thread& t, Phase phase, const Matrix& m, const Operand& from, Finish finish) const {
     multiply_share(m, from, rows.tokens, t, finish);
-    meet(t);
+    meet(t, phase);
   }
 
   // x += multiplier · norm(product), the norm where there is one.
-  void add(const Thread& t, const Matrix& m, const Operand& from, const Norm& norm) const {
+  void add(const Thread& t, Phase phase, const Matrix& m, const Operand& from, const Norm& norm) const {
     const float multiplier = g.residual_multiplier;
     if (!norm.weight) {
-      multiply(t, m, from, [&](int64_t row, int64_t panel, const float* values) {
+      multiply(t, phase, m, from, [&](int64_t row, int64_t panel, const float* values) {
         const int64_t lanes = std::min<int64_t>(PANEL, m.outputs - panel * PANEL);
         float* to = x + row * g.hidden + panel * PANEL;
         for (int64_t j = 0; j < lanes; j++) to[j] += values[j] * multiplier;
       });
       return;
     }
-    multiply(t, m, from, [&](int64_t row, int64_t panel, const float* values) {
+    multiply(t, phase, m, from, [&](int64_t row, int64_t panel, const float* values) {
       store_lanes(m, w.added + row * g.hidden, panel, values);
     });
     for (int64_t row = t.number; row < rows.tokens; row += t.count) {
@@ -141,7 +151,7 @@ struct Step : octavo::Decode {
       rms_norm(added, norm.weight, g.hidden, g.eps, added);
       for (int64_t i = 0; i < g.hidden; i++) x[row * g.hidden + i] += added[i] * multiplier;
     }
-    meet(t);
+    meet(t, Phase::norms);
   }
 
   // Norms and rotation of queries and keys in place; keys and values to the pool.
@@ -169,7 +179,7 @@ struct Step : octavo::Decode {
         write_head(pool.kind, pool.values(number), to, qkv + q + kv + head * g.dim, g.dim);
       }
     }
-    meet(t);
+    meet(t, Phase::heads);
   }
 
   void attention(const Thread& t, const Layer& layer, int64_t number) const {
@@ -181,7 +191,7 @@ struct Step : octavo::Decode {
   }
 
   void gate(const Thread& t, const Matrix& m, const Operand& from) const {
-    multiply(t, m, from, [&](int64_t row, int64_t panel, const float* values) {
+    multiply(t, Phase::gate_up, m, from, [&](int64_t row, int64_t panel, const float* values) {
       const vf gate = load<vf>(values), up = load<vf>(values + W);
       const vf result = (g.activation == Activation::silu ? silu(gate) : gelu_tanh(gate)) * up;
       const int64_t lanes = std::min<int64_t>(W, m.outputs - panel * W);
@@ -190,18 +200,19 @@ struct Step : octavo::Decode {
   }
 
   void run(const Thread& t) const {
+    t.mark(Phase::count);
     for (int64_t number = 0; number < num_layers; number++) {
       const Layer& layer = layers[number];
       const int64_t width = (g.heads + 2 * g.kv_heads) * g.dim;
-      multiply(t, layer.qkv, prepare(t, layer.before_attention, layer.qkv),
+      multiply(t, Phase::qkv, layer.qkv, prepare(t, layer.before_attention, layer.qkv),
                [&](int64_t row, int64_t panel, const float* values) {
                  store_lanes(layer.qkv, w.qkv + row * width, panel, values);
                });
       heads(t, layer, number);
       attention(t, layer, number);
-      add(t, layer.output, prepare(t, w.attended, layer.output), layer.after_attention);
+      add(t, Phase::output, layer.output, prepare(t, w.attended, layer.output), layer.after_attention);
       gate(t, layer.gate_up, prepare(t, layer.before_mlp, layer.gate_up));
-      add(t, layer.down, prepare(t, w.middle, layer.down), layer.after_mlp);
+      add(t, Phase::down, layer.down, prepare(t, w.middle, layer.down), layer.after_mlp);
     }
   }
 };

@@ -55,12 +55,13 @@ def test_time_counts_for_the_innermost() -> None:
 
 
 def test_the_figures() -> None:
-    laps = [{"layers": 3000, "plan": 500}, {"layers": 5000, "sampling": 1500}]
+    laps = [{"layers": 3000, "plan": 500}, {"layers": 5000, "sampling": 1500, "layers: qkv": 2500}]
     fields = profile_fields({"Decode-only": laps, "none": []})
     assert fields.keys() == {"Decode-only"}
     table = profile_table({"Decode-only": laps, "none": []}).splitlines()
     figures = {line[:26].strip(): line[26:].split() for line in table[2:-1]}
-    assert figures.keys() == {*PHASES.values(), "step", "all but the model"}
+    assert figures.keys() == {*PHASES.values(), "layers: qkv", "step", "all but the model"}
+    assert figures["layers: qkv"][:2] == ["1.2", "25.0"]
     assert figures["layers"] == ["4.0", "80.0", "5.0"]
     assert figures["step"][:2] == ["5.0", "100.0"]
     assert figures["all but the model"][:2] == ["1.0", "20.0"]
@@ -81,6 +82,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         means = {name: value["mean_us"] for name, value in saved["profile"][kind].items()}
         assert all(means[label] > 0 for label in PHASES.values()), means
         assert means["step"] == pytest.approx(sum(means[label] for label in PHASES.values()))
+        parts = [value for name, value in means.items() if name.startswith("layers: ")]
+        assert sum(parts) <= means["layers"]
+        assert all(parts[:-1])  # waiting may be too short to be seen
         spent += means["step"] * steps
     whole = sum(saved["step_seconds"]) * 1e6
     assert 0.5 * whole < spent <= whole
