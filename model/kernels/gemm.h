@@ -255,11 +255,11 @@ inline float encode_row(const float* x, int64_t inputs, Activated* to) {
   // A sum over all inputs must fit 32 bits.
   const float range = float(std::min<int64_t>(32767, 0x7fffffffLL / (127 * inputs)));
   const float scale = top / range, inverse = top > 0 ? range / top : 0.0f;
-  for (k = 0; k < inputs; k++) {
-    float moved = x[k] * inverse + 12582912.0f;  // 1.5 * 2^23: the integer, to nearest, is in the low bits
-    int32_t bits;
-    std::memcpy(&bits, &moved, 4);
-    to[k] = Activated(bits - 0x4b400000);
+  const auto whole = [&](auto value) { return value * inverse + 12582912.0f; };  // 1.5 * 2^23: low bits, to nearest
+  for (k = 0; k + W <= inputs; k += W) store(to + k, __builtin_convertvector((vu)whole(load<vf>(x + k)), vh));
+  for (; k < inputs; k++) {
+    const float moved = whole(x[k]);
+    std::memcpy(to + k, &moved, sizeof *to);
   }
   for (; k < 2 * pairs(inputs); k++) to[k] = 0;
   return finite == 0.0f ? scale : NAN;
@@ -317,6 +317,9 @@ inline void tile_of(const Matrix& m, const Operand& x, int64_t row, int rows, in
   }
 }
 
+// Panels of a tile: with few rows it has several, to keep enough additions under way.
+inline int together(int64_t rows) { return rows == 1 ? 4 : rows <= ROWS / 2 ? 2 : 1; }
+
 // Panels [first, last) for all `count` rows; `finish(row, panel, values [PANEL])` takes each result, bias added.
 template <class Finish>
 inline void multiply_panels(const Matrix& m, const Operand& x, int64_t count, int64_t first, int64_t last,
@@ -324,28 +327,26 @@ inline void multiply_panels(const Matrix& m, const Operand& x, int64_t count, in
   alignas(64) float tile[ROWS * PANEL];
   const int64_t blocks = (count + ROWS - 1) / ROWS;
   for (int64_t panel = first; panel < last;) {
-    // With few rows a tile has several panels, to keep enough additions under way.
-    int together = count == 1 ? 4 : count <= ROWS / 2 ? 2 : 1;
-    if (panel + together > last) together = 1;
+    const int width = panel + together(count) > last ? 1 : together(count);
     for (int64_t block = 0; block < blocks; block++) {
       const int64_t row = count * block / blocks;
       const int rows = int(count * (block + 1) / blocks - row);
-      if (together == 4)
+      if (width == 4)
         tile_of<1, 4>(m, x, row, panel, tile);
-      else if (together == 2)
+      else if (width == 2)
         tile_of<2, ROWS / 2>(m, x, row, rows, panel, tile);
       else
         tile_of<1, ROWS>(m, x, row, rows, panel, tile);
       for (int r = 0; r < rows; r++)
-        for (int p = 0; p < together; p++) {
-          float* values = tile + (r * together + p) * PANEL;
+        for (int p = 0; p < width; p++) {
+          float* values = tile + (r * width + p) * PANEL;
           if (m.bias)
             for (int j = 0; j < PANEL; j += W)
               store(values + j, load<vf>(values + j) + load<vf>(m.bias + (panel + p) * PANEL + j));
           finish(row + r, panel + p, values);
         }
     }
-    panel += together;
+    panel += width;
   }
 }
 

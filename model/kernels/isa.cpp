@@ -5,9 +5,9 @@
 namespace OCTAVO_ISA {
 
 // y [rows, outputs]; of a gated matrix [rows, 2 outputs], gates before ups.
-static void multiply_all(const Matrix& m, const Operand& x, int64_t rows, float* y, const Thread& t) {
+static void multiply_all(const Matrix& m, const Operand& x, int64_t rows, float* y, std::atomic<int64_t>& next) {
   const int64_t outputs = m.outputs;
-  multiply_share(m, x, rows, t, [&](int64_t row, int64_t panel, const float* values) {
+  multiply_next(m, x, rows, next, [&](int64_t row, int64_t panel, const float* values) {
     if (!m.gated) return store_lanes(m, y + row * outputs, panel, values);
     const int64_t lanes = std::min<int64_t>(W, outputs - panel * W);
     for (int half = 0; half < 2; half++)

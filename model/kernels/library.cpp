@@ -148,10 +148,11 @@ struct Matrix : torch::CustomClassHolder {
     Tensor factors = at::empty({m.kind == Kind::int8 ? rows : 0}, at::kFloat);
     const octavo::Operand operand{pointer<float>(x), m.inputs, encoded.data_ptr(), pointer<float>(factors)};
     octavo::Barrier barrier;
+    std::atomic<int64_t> next{0};
     parallel([&](const octavo::Thread& t) {
       for (int64_t row = t.number; row < rows; row += t.count) kernels.encode(m, operand, row);
       barrier.wait(t.count);
-      kernels.multiply(m, operand, rows, pointer<float>(y), t);
+      kernels.multiply(m, operand, rows, pointer<float>(y), next);
     });
     return y;
   }
@@ -262,7 +263,8 @@ struct Decoder : torch::CustomClassHolder {
     for (const octavo::Layer& layer : layers)
       TORCH_CHECK(layer.rope < (int64_t)rotaries.size(), "a rotary table is missing");
 
-    if (counters.size() != layers.size()) counters = std::vector<std::atomic<int64_t>>(layers.size());
+    const size_t phases = octavo::COUNTED * layers.size();
+    if (counters.size() != phases) counters = std::vector<std::atomic<int64_t>>(phases);
     for (auto& counter : counters) counter = 0;
     const octavo::Workspace workspace = reserve(rows);
     const octavo::Decode decode{g, layers.data(), (int64_t)layers.size(), kv, rows, rotaries.data(), pointer<float>(x),

@@ -119,6 +119,8 @@ class Barrier {
   alignas(64) std::atomic<uint32_t> round_{0};
 };
 
+constexpr int COUNTED = 5;  // phases of a layer whose work threads take from a counter: four matrices, attention
+
 // Buffers of a step, sized for the largest one, and what its threads share.
 struct Workspace {
   float *normed, *qkv, *attended, *middle, *added;  // [tokens, their width]
@@ -127,7 +129,7 @@ struct Workspace {
   float* parts;
   const std::vector<Item>* items[2];                // of layers without a window, and with
   const std::vector<Merge>* merges[2];
-  std::atomic<int64_t>* counters;                   // [layers], zero at the start
+  std::atomic<int64_t>* counters;                   // [layers * COUNTED], zero at the start
   Barrier* barrier;
 };
 
@@ -188,7 +190,7 @@ struct Kernels {
   int64_t (*source_row)(const Matrix& m, int64_t panel, int lane);
   void (*pack_panel)(const Matrix& m, int64_t panel, const float* rows, int64_t stride);
   void (*encode)(const Matrix& m, const Operand& x, int64_t row);
-  void (*multiply)(const Matrix& m, const Operand& x, int64_t rows, float* y, const Thread& t);
+  void (*multiply)(const Matrix& m, const Operand& x, int64_t rows, float* y, std::atomic<int64_t>& next);
   int64_t (*cut)(const Rows& rows, const Geometry& g, int64_t window, std::vector<Item>& items,
                  std::vector<Merge>& merges);
   void (*attend)(const Attended& a, Kind kind, const Rows& rows, const std::vector<Item>& items,

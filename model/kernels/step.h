@@ -2,7 +2,7 @@
 // a barrier. Arrangement and arithmetic are those of model/decoder.py, which is the oracle.
 //
 //   rows     norm, and what the next matrix wants as its operand     threads take every n-th row
-//   panels   matrix product, its epilogue in the same pass           threads take ranges of panels
+//   panels   matrix product, its epilogue in the same pass           threads take the next few from a counter
 //   items    attention                                              threads take the next item from a counter
 #pragma once
 
@@ -88,15 +88,23 @@ inline void store_lanes(const Matrix& m, float* row, int64_t panel, const float*
   std::memcpy(row + panel * PANEL, values, lanes * sizeof(float));
 }
 
-// A thread's share of a matrix's panels.
+// Panels that no thread has taken yet, a tile's width at a time: who is slow for a moment holds the others up for
+// microseconds. Two threads never write to one line of memory.
 template <class Finish>
-inline void multiply_share(const Matrix& m, const Operand& x, int64_t rows, const Thread& t, Finish finish) {
-  multiply_panels(m, x, rows, m.panels * t.number / t.count, m.panels * (t.number + 1) / t.count, finish);
+inline void multiply_next(const Matrix& m, const Operand& x, int64_t rows, std::atomic<int64_t>& next, Finish finish) {
+  const int64_t portion = std::max<int64_t>(together(rows), m.gated ? 16 / W : 1);
+  for (int64_t first; (first = next.fetch_add(portion, std::memory_order_relaxed)) < m.panels;)
+    multiply_panels(m, x, rows, first, std::min(first + portion, m.panels), finish);
 }
 
+// One thread's way through the step.
 struct Step : octavo::Decode {
   const Geometry& g = geometry;
   const Workspace& w = workspace;
+  mutable std::atomic<int64_t>* counter = workspace.counters;
+
+  // What hands out the work of the phase that begins: all threads pass the same phases.
+  std::atomic<int64_t>& next() const { return *counter++; }
 
   // The end of a phase: all threads have done their part of it.
   void meet(const Thread& t, Phase phase) const {
@@ -128,7 +136,7 @@ struct Step : octavo::Decode {
 
   template <class Finish>
   void multiply(const Thread& t, Phase phase, const Matrix& m, const Operand& from, Finish finish) const {
-    multiply_share(m, from, rows.tokens, t, finish);
+    multiply_next(m, from, rows.tokens, next(), finish);
     meet(t, phase);
   }
 
@@ -187,7 +195,7 @@ struct Step : octavo::Decode {
     const Attended attended{w.qkv, width, w.attended, pool.keys(number), pool.values(number), pool.block_size,
                             g.heads, g.kv_heads, g.dim, layer.window, g.attention_scale, g.attention_softcap, w.parts};
     attend_all(attended, pool.kind, rows, *w.items[layer.window != 0], *w.merges[layer.window != 0],
-               w.counters[number], *w.barrier, t);
+               next(), *w.barrier, t);
   }
 
   void gate(const Thread& t, const Matrix& m, const Operand& from) const {
