@@ -25,7 +25,8 @@ def embed(server: Running, input: Any, **fields: Any) -> Any:
 
 def expected(ids: list[int], **changes: Any) -> list[float]:
     values: dict[str, Any] = {"kind": "mean", "size": HIDDEN, **changes}
-    return np.frombuffer(vector(ids, Pooling(**values)), "<f4").tolist()
+    numbers: list[float] = np.frombuffer(vector(ids, Pooling(**values)), "<f4").tolist()
+    return numbers
 
 
 def test_the_shape_of_an_answer(server: Running, smol: Tokenizer) -> None:
