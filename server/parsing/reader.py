@@ -103,7 +103,7 @@ class Reader:
             self.skip()
 
     def one_of(self, texts: tuple[str, ...]) -> Steps[str | None]:
-        """Past one of these texts, none of which begins another. None: there is none, and it is past what began as one."""
+        """Past one of these texts, none of which begins another. None where there is none: past what began as one."""
         length = 0
         while texts:
             char = yield from self.peek()
