@@ -10,7 +10,7 @@ from model.pooling import Pooling
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How one request samples. Validated at the door (`server.protocol`); from there on it is trusted.
 
-    Order of application: penalties, bias, masks (banned, allowed, min_tokens), temperature, top-k, top-p, min-p,
+    Order of application: penalties, bias, masks (grammar, banned, allowed, min_tokens), temperature, top-k, top-p, min-p,
     then one uniform per (seed, index, position) by inverse CDF. Temperature 0 is argmax.
     """
 
@@ -38,6 +38,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Token sequences that must not be completed."""
+    grammar: str | None = None
+    """What the output must match from its first token on, in llguidance's serialised form (`model.grammar`)."""
     logprobs: int | None = None
     """None: none; k ≥ 0: the sampled token's logprob and the k likeliest. Of the raw distribution."""
     prompt_logprobs: int | None = None

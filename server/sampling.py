@@ -30,12 +30,18 @@ class Sampling:
         self._random = random.Random(seed) if seed is not None else random.SystemRandom()
 
     def params(
-        self, request: GenerationRequest, *, logprobs: int | None, prompt_logprobs: int | None, prompts: int = 1
+        self,
+        request: GenerationRequest,
+        *,
+        logprobs: int | None,
+        prompt_logprobs: int | None,
+        prompts: int = 1,
+        grammar: str | None = None,
     ) -> Callable[[int], SamplingParams]:
         """What to tell the engine, as a cheap function of a prompt's `max_tokens`; it draws the seed that is missing.
 
         This itself tokenises the bad words and walks long lists: once a request, in a thread. `prompts`: how many
-        there are. Raises InvalidRequest for ids outside the vocabulary, and for too many ids.
+        there are. `grammar`: as `Structures.grammar` gave it. Raises InvalidRequest for ids outside the vocabulary, and for too many ids.
         """
         defaults = self._defaults
         self._check_ids("logit_bias", request.logit_bias)
@@ -68,6 +74,7 @@ class Sampling:
             stop_token_ids=tuple(stops),
             allowed_token_ids=allowed,
             bad_words=bad_words,
+            grammar=grammar,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
         )
