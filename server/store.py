@@ -9,14 +9,17 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
+
+import orjson
 
 from server.errors import NotFound
 
 MAX_RESPONSES = 4096
 MAX_BYTES = 64 * 2**20
 MAX_SECONDS = 24 * 3600.0
-RECORD_BYTES = 1024
-"""What a record takes beside its texts."""
+RECORD_BYTES, ID_BYTES = 1024, 256
+"""What a record takes beside its texts, and the id of an item."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +33,18 @@ class Record:
     """The items that it answers, earlier responses included: a list."""
     response: bytes
     """The whole object."""
+    item_ids: tuple[str, ...] = ()
+    """Of the items in both, by which later requests may refer to them."""
 
     @property
     def size(self) -> int:
-        return RECORD_BYTES + len(self.context) + len(self.response)
+        return RECORD_BYTES + len(self.context) + len(self.response) + ID_BYTES * len(self.item_ids)
+
+    @property
+    def items(self) -> list[dict[str, Any]]:
+        """Everything said so far: what a later response goes on from."""
+        items: list[dict[str, Any]] = orjson.loads(self.context) + orjson.loads(self.response)["output"]
+        return items
 
 
 class ResponseStore:
@@ -49,6 +60,8 @@ class ResponseStore:
         self.bytes = 0
         self._records: OrderedDict[str, tuple[float, Record]] = OrderedDict()
         """By id, the longest unused first; with the time at which it ends."""
+        self._holders: dict[str, str] = {}
+        """By the id of an item, the response that holds it."""
         self._max_bytes = max_bytes
         self._max_responses = max_responses
         self._max_seconds = max_seconds
@@ -64,6 +77,7 @@ class ResponseStore:
         now = self._clock()
         self._records[record.id] = now + self._max_seconds, record
         self.bytes += record.size
+        self._holders.update(dict.fromkeys(record.item_ids, record.id))
         while self._records:
             end, oldest = next(iter(self._records.values()))
             if self.bytes <= self._max_bytes and len(self) <= self._max_responses and end > now:
@@ -89,6 +103,16 @@ class ResponseStore:
         """Raises NotFound."""
         self._remove(self.get(id, owner))
 
+    def item(self, id: str, owner: bytes, param: str) -> dict[str, Any]:
+        """An item of a stored response. Raises NotFound."""
+        holder = self._holders.get(id)
+        if holder is None:
+            raise NotFound(f"{param}: there is no stored item {id[:128]!a}", param=param, code="item_not_found")
+        return next(item for item in self.get(holder, owner, param).items if item.get("id") == id)
+
     def _remove(self, record: Record) -> None:
         del self._records[record.id]
         self.bytes -= record.size
+        for id in record.item_ids:
+            if self._holders.get(id) == record.id:
+                del self._holders[id]
