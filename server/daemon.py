@@ -30,6 +30,8 @@ from server.connection import Connection
 from server.engine_client import EngineClient, EngineFailed
 from server.errors import RequestError, Unavailable
 from server.metrics import Metrics
+from server.parsing.detect import detect
+from server.parsing.formats import HERMES
 from server.prompts import PromptBuilder, PromptLimits
 from server.sampling import Sampling
 from server.service import Loaded, Service
@@ -104,10 +106,13 @@ def make_loaded(settings: Settings, tokenizer: Tokenizer, ready: Ready) -> Loade
     """What requests need of the model. Raises StartError where the chat template is of no use."""
     try:
         template = settings.chat_template
+        source = tokenizer.chat_template if template is None else template.read_text(encoding="utf-8")
+        formats = detect(source or "", tokenizer, settings.tool_call_parser, settings.reasoning_parser)
         prompts = PromptBuilder(
             tokenizer,
             PromptLimits(ready.max_model_len, ready.vocab_size, ready.num_blocks, ready.block_size),
-            template=None if template is None else template.read_text(encoding="utf-8"),
+            template=source,
+            tool_format=formats.tools or HERMES,
             allow_special_in_content=settings.allow_special_tokens_in_content,
         )
     except (RequestError, OSError, UnicodeError) as error:
@@ -115,7 +120,8 @@ def make_loaded(settings: Settings, tokenizer: Tokenizer, ready: Ready) -> Loade
     defaults = tokenizer.generation_defaults if settings.generation_config == "auto" else GenerationDefaults()
     if defaults != GenerationDefaults():
         report(Progress("sampling", f"defaults of the model's generation_config: {defaults}"))
-    return Loaded(ready, tokenizer, prompts, Sampling(tokenizer, defaults, ready.vocab_size, settings.seed))
+    sampling = Sampling(tokenizer, defaults, ready.vocab_size, settings.seed)
+    return Loaded(ready, tokenizer, prompts, sampling, formats)
 
 
 class Daemon:

@@ -115,6 +115,7 @@ class Generation:
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": sum(stream.usage.cached_tokens for stream in self.streams)},
+            "completion_tokens_details": {"reasoning_tokens": sum(stream.reasoning_tokens for stream in self.streams)},
         }
 
     def close(self) -> None:

@@ -21,7 +21,9 @@ from model.tokenizer import Tokenizer
 from server.detokenizer import decode
 from server.errors import CapacityExceeded, ContextTooLong, InvalidRequest, TemplateError
 from server.forgery import SpecialTokens, escaped, strings, unused
+from server.parsing.formats import HERMES, ToolFormat
 from server.template import Chat, ChatTemplate
+from server.toolless import described
 
 T = TypeVar("T")
 P = TypeVar("P", str, list[int], str | list[int])
@@ -65,14 +67,17 @@ class PromptBuilder:
         limits: PromptLimits,
         *,
         template: str | None = None,
+        tool_format: ToolFormat = HERMES,
         allow_special_in_content: bool = False,
         threads: int = 2,
     ) -> None:
-        """`template`: Jinja source to use instead of the model's own. Raises TemplateError where it is no template."""
+        """`template`: Jinja source to use instead of the model's own. `tool_format`: how tools are explained where it
+        knows none. Raises TemplateError where it is no template."""
         self.limits = limits
         self._tokenizer = tokenizer
         source = template or tokenizer.chat_template
         self.template = ChatTemplate(source, tokenizer.special_tokens) if source else None
+        self._tool_format = tool_format
         self._special = None if allow_special_in_content else SpecialTokens(tokenizer)
         self._vocab_size = min(limits.vocab_size, tokenizer.vocab_size)
         self._token_bytes = max(len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size))
@@ -184,12 +189,15 @@ class PromptBuilder:
                 "messages: this model has no chat template; use /v1/completions, or start the server with one",
                 param="messages",
             )
+        kwargs = {**self.template.effort(chat.reasoning_effort), **chat.kwargs}
         # What the template would not read is not looked at either.
-        chat = replace(chat, kwargs=self.template.accepted(chat.kwargs))
+        chat = replace(chat, kwargs=self.template.accepted(kwargs))
         if _nodes(chat.kwargs, MAX_KWARGS_NODES) > MAX_KWARGS_NODES:
             raise InvalidRequest(
                 f"chat_template_kwargs: holds more than {MAX_KWARGS_NODES} values", param="chat_template_kwargs"
             )
+        if not (self.template.knows_tools if chat.tools else self.template.knows_calls):
+            chat = described(chat, self._tool_format)
         conversation = (chat.messages, chat.tools, chat.documents)
         # First of all: the search for special tokens holds the GIL, the longer the strings the longer.
         self._bound(sum(map(len, strings(conversation))), "messages")

@@ -14,6 +14,7 @@ from server.admission import Admission
 from server.engine_client import EngineClient
 from server.errors import NotFound, Unavailable
 from server.metrics import Metrics
+from server.parsing.detect import AnswerFormats
 from server.prompts import PromptBuilder
 from server.sampling import Sampling
 from server.settings import Settings
@@ -29,6 +30,7 @@ class Loaded:
     tokenizer: Tokenizer
     prompts: PromptBuilder
     sampling: Sampling
+    formats: AnswerFormats
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,6 +116,11 @@ class RequestStream:
         return [choice.tokens for choice in self._choices]
 
     @property
+    def reasoning_tokens(self) -> int:
+        """Of the completion tokens, those that were reasoning."""
+        return sum(choice.reasoning_tokens for choice in self._choices)
+
+    @property
     def done(self) -> bool:
         """Nothing more is expected of the engine: every sequence ended, or the request failed or was cancelled."""
         return not self._running or self.error is not None or self.cancelled

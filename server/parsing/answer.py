@@ -65,8 +65,8 @@ class AnswerParser:
         _, thought, rest = self._splitter.push(text)
         return self._both(thought, rest)
 
-    def finish(self, reason: str) -> list[Piece]:
-        """What was held back at the end of the text. `reason`: why it ended, stop or length."""
+    def finish(self) -> list[Piece]:
+        """What was held back at the end of the text."""
         pieces: list[Piece] = []
         if self._splitter is not None:
             _, thought, rest = self._splitter.finish()

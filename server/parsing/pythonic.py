@@ -182,20 +182,26 @@ def _number(text: str) -> Any:
 def _unquoted(text: str) -> str:
     raw = text[0] == "r"
     text = text.lstrip("rb")[1:-1]
-    return text if raw else _ESCAPE.sub(_character, text)
+    if raw or "\\" not in text:
+        return text
+    try:
+        # Two escapes may be the halves of one character.
+        return _ESCAPE.sub(_character, text).encode("utf-16", "surrogatepass").decode("utf-16")
+    except UnicodeDecodeError:
+        raise Fault from None
 
 
 def _character(match: re.Match[str]) -> str:
     code = match[1] or match[2] or match[3]
     if code is None:
-        return _ESCAPED.get(match[4], match[4] if match[4] in "\\'\"" else match[0])
+        return _ESCAPED.get(match[4], match[4] if match[4] in "\\'\"/" else match[0])
     return chr(int(code, 16)) if int(code, 16) < 0x110000 else match[0]
 
 
 def python_value(value: Any) -> str:
     """A JSON value as a Python literal."""
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{json.dumps(key)}: {python_value(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{python_value(key)}: {python_value(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list):
         return "[" + ", ".join(map(python_value, value)) + "]"
     if value is None or isinstance(value, bool):
