@@ -1,6 +1,6 @@
 """A conversation on its way to the engine and back, for every route that has one, whatever its words for it.
 
-    ChatRequest, Chat ──▶ begin: prompt, parameters, format ──▶ Generation ──▶ turns: pieces of one answer
+ChatRequest, Chat ──▶ begin: prompt, parameters, format ──▶ Generation ──▶ turns: pieces of one answer
 """
 
 from __future__ import annotations

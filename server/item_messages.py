@@ -1,7 +1,7 @@
 """Requests of /v1/responses in the words of chat: items as messages, flat tools and formats as chat's.
 
-    reasoning, message, function_call, function_call ──▶ one assistant message
-    function_call_output                             ──▶ a tool message
+reasoning, message, function_call, function_call ──▶ one assistant message
+function_call_output                             ──▶ a tool message
 """
 
 from __future__ import annotations

@@ -44,13 +44,15 @@ class ResponseOutput:
         for piece in pieces:
             match piece:
                 case Content(text):
-                    events += self._within("message") or self._begin(self._message())
+                    if self._kind != "message":
+                        events += self._begin(self._message())
                     scores, self._waiting = self._waiting, []
                     self._logprobs += scores
                     events.append(self._delta("output_text", text, content_index=0, logprobs=scores))
                 case Reasoning(text):
                     others = True
-                    events += self._within("reasoning") or self._begin(_reasoning())
+                    if self._kind != "reasoning":
+                        events += self._begin(_reasoning())
                     events.append(self._delta("reasoning_text", text, content_index=0))
                 case CallStart():
                     others = True
@@ -71,10 +73,6 @@ class ResponseOutput:
     @property
     def _kind(self) -> str | None:
         return None if self._open is None else str(self._open["type"])
-
-    def _within(self, kind: str) -> list[Event] | None:
-        """No events where such an item is open; else None."""
-        return [] if self._kind == kind else None
 
     def _message(self) -> Item:
         return {"id": _id("msg"), "type": "message", "role": "assistant", "status": "in_progress", "content": []}

@@ -170,4 +170,3 @@ def _item(entry: Any, param: str, number: int) -> Item:
         return KINDS[kind].model_validate(entry)
     except ValidationError as error:
         raise invalid(error, param, number) from None
-

@@ -50,7 +50,7 @@ class FlatTool(Body):
 class TextFormat(Body):
     type: Literal["text", "json_object", "json_schema"]
     name: Name | None = None
-    schema_: Annotated[dict[str, Any], Field(alias="schema")] | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
     description: str | None = None
     strict: bool | None = None
 
@@ -63,7 +63,9 @@ class TextFormat(Body):
 
 class TextFields(Body):
     format: TextFormat | None = None
-    verbosity: Annotated[Literal["low", "medium", "high"], Field(description="for templates that read it")] | None = None
+    verbosity: Annotated[Literal["low", "medium", "high"], Field(description="for templates that read it")] | None = (
+        None
+    )
 
 
 Summary = Annotated[

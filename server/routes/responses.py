@@ -1,7 +1,7 @@
 """/v1/responses: conversations of items, streamed as typed events, and kept for a while where the client lets us.
 
-    input, previous_response_id ──▶ items ──▶ chat ──▶ Generation ──▶ pieces ──▶ ResponseOutput ──▶ events, or one object
-                    store ──────────────▲                                                 └──▶ store
+input, previous_response_id ──▶ items ──▶ chat ──▶ Generation ──▶ pieces ──▶ ResponseOutput ──▶ events, or one object
+                store ──────────────▲                                                 └──▶ store
 """
 
 from __future__ import annotations
