@@ -21,9 +21,10 @@ from server.protocol.chat import ChatRequest
 from server.protocol.completions import CompletionRequest
 from server.protocol.embeddings import EmbeddingRequest
 from server.protocol.errors import ErrorBody
+from server.protocol.messages import CountRequest, MessagesRequest
 from server.protocol.responses import InputFields, ResponseRequest
-from server.protocol.tokens import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
-from server.routes import chat, completions, embeddings, health, metrics, models, responses, tokens
+from server.protocol.tokens import DetokenizeRequest, PromptRequest, TokenizeChatRequest, TokenizeRequest
+from server.routes import chat, completions, embeddings, health, messages, metrics, models, responses, tokens
 from server.service import Service
 from server.version import VERSION
 
@@ -32,12 +33,18 @@ BODIES: dict[str, tuple[type[BaseModel], ...]] = {
     "/v1/chat/completions": (ChatRequest,),
     "/v1/responses": (ResponseRequest,),
     "/v1/responses/input_tokens": (InputFields,),
+    "/v1/messages": (MessagesRequest,),
+    "/v1/messages/count_tokens": (CountRequest,),
     "/v1/embeddings": (EmbeddingRequest,),
     "/tokenize": (TokenizeRequest, TokenizeChatRequest),
+    "/apply-template": (PromptRequest,),
+    "/v1/chat/completions/input_tokens": (PromptRequest,),
     "/detokenize": (DetokenizeRequest,),
 }
 """What each route reads. Routes parse their bodies themselves, so FastAPI has to be told."""
-ROUTERS = [module.router for module in (completions, chat, responses, embeddings, models, tokens, health, metrics)]
+ROUTERS = [
+    module.router for module in (completions, chat, responses, messages, embeddings, models, tokens, health, metrics)
+]
 ROUTES = [route for router in ROUTERS for route in router.routes if isinstance(route, Route)]
 REFUSALS = {
     "400": "A fault of the request; `error.param` names the field.",
@@ -71,12 +78,13 @@ def create_app(service: Service) -> ASGIApp:
 
 async def _answer_error(http: Request, failure: Exception) -> Response:
     """Every failure in the one shape. What nobody foresaw goes on, after this, to the log of `middleware.Requests`."""
+    path = http.scope["path"]
     if isinstance(failure, RequestError):
-        return error_response(failure)
+        return error_response(failure, path)
     if isinstance(failure, RequestValidationError):
-        return error_response(InvalidRequest("The request is not valid."))
+        return error_response(InvalidRequest("The request is not valid."), path)
     if not isinstance(failure, HTTPException):
-        return error_response(internal_error())
+        return error_response(internal_error(), path)
     where = f"{http.method} {http.scope['path'][:128]}"
     if failure.status_code == 405:
         fits = [route for route in ROUTES if route.matches(http.scope)[0] != Match.NONE]
@@ -84,8 +92,8 @@ async def _answer_error(http: Request, failure: Exception) -> Response:
         allowed = {"Allow": ", ".join(sorted(methods | {"OPTIONS"}))}
         if http.method == "OPTIONS":
             return Response(status_code=204, headers=allowed)
-        return error_response(MethodNotAllowed(f"{where}: the route does not take this method.", headers=allowed))
-    return error_response(NotFound(f"{where}: there is no such route."))
+        return error_response(MethodNotAllowed(f"{where}: the route does not take this method.", headers=allowed), path)
+    return error_response(NotFound(f"{where}: there is no such route."), path)
 
 
 async def _answer_nobody(http: Request, failure: Exception) -> Response:

@@ -295,7 +295,7 @@ def test_keys_see_only_their_own(smol: Tokenizer) -> None:
 
 
 def test_input_tokens(server: Running) -> None:
-    fields = {"input": "How many?", "instructions": "Count.", "tools": [WEATHER]}
+    fields: dict[str, Any] = {"input": "How many?", "instructions": "Count.", "tools": [WEATHER]}
     body = server.post(f"{RESPONSES}/input_tokens", fields).json()
     InputTokenCountResponse.model_validate(body, strict=True)
     respond(server, **fields)
@@ -378,7 +378,8 @@ def test_nulls_are_absent(server: Running, smol: Tokenizer) -> None:
         "store",
         "top_p",
     )
-    respond(server, "hi", **dict.fromkeys((*names, "previous_response_id", "background", "truncation", "conversation")))
+    nulls: dict[str, Any] = dict.fromkeys((*names, "previous_response_id", "background", "truncation", "conversation"))
+    respond(server, "hi", **nulls)
 
 
 def test_the_sdk(server: Running, smol: Tokenizer) -> None:
