@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import orjson
 from fastapi import APIRouter, Request, Response
+from msgspec.structs import replace
 
 from server.answer import respond
 from server.body import read_object, validate
@@ -18,12 +19,14 @@ from server.generation import Generation, Job
 from server.history import normalized
 from server.logprobs import TokenEntry, chat_logprobs, prompt_logprobs
 from server.parsing.answer import AnswerFormat, AnswerParser
+from server.parsing.forcing import forced
 from server.pieces import joined
 from server.prompts import check_values
 from server.protocol.chat import ChatFields, ChatRequest
 from server.service import Caller, Service, service_of
 from server.sse import DONE, TEXT, Frames
 from server.streams import SequenceResult, StreamOptions, TextEvent
+from server.structured.structure import serialise
 from server.template import Chat
 
 router = APIRouter()
@@ -95,6 +98,8 @@ class ChatAnswer:
         last = self._chat.messages[-1]["content"] if body.continue_final_message else None
         inside = formats.inside(prompt.text or "", last)
         self._format = formats.answer(self._use, body.splits_reasoning, inside)
+        structure = forced(formats, self._use, inside=inside, thinks=formats.thinks(prompt.text or ""))
+        grammar = None if structure is None else await prompts.threaded(lambda: serialise(structure))
         options = StreamOptions(
             shown=formats.shown(self._format),
             reasoning=self._format.reasoning,
@@ -106,7 +111,8 @@ class ChatAnswer:
             token_ids=body.return_token_ids,
             new_text=not body.continue_final_message,
         )
-        job = Job(prompt.ids, params(max_tokens), body.n, body.priority, caller.tenant, caller.salt)
+        constrained = replace(params(max_tokens), grammar=grammar)
+        job = Job(prompt.ids, constrained, body.n, body.priority, caller.tenant, caller.salt)
         self.generation.submit([job], options)
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
