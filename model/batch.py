@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from model.params import Logprob, SamplingParams
+from model.pooling import Vector
 
 NO_TOKEN = -1
 """The row's masks leave no token to draw, and its sequence must end; or there is none to send."""
@@ -42,6 +43,8 @@ class Row:
     """Whether a token is drawn after the row's last token."""
     draft: list[int] = field(default_factory=list)
     """Tokens guessed to follow; computed too, so `blocks` covers them. Only where start + count == len(tokens)."""
+    pooled: Vector | None = None
+    """Where `params.pooling` asks for it: what the row's step before this one gave in `StepResult.pooled`."""
 
 
 @dataclass(slots=True)
@@ -64,6 +67,8 @@ class StepResult:
     prompt_logprobs: list[list[Logprob] | None]
     """Where `params.prompt_logprobs` asks for it: for every computed position p with p + 1 < prompt_len, in order,
     the logprob of tokens[p + 1]."""
+    pooled: dict[int, Vector] = field(default_factory=dict)
+    """By row number, where `params.pooling` asks for it: the states up to the row's last one, pooled."""
 
 
 class Pending(Protocol):

@@ -16,6 +16,7 @@ from model.inputs import InputBuilder, draws
 from model.kernels.loaded import Kernels
 from model.logprobs import prompt_logprobs
 from model.params import Logprob
+from model.pooling import pooled
 from model.sampler import Sampler
 from model.speculation import agreed, positions
 
@@ -48,11 +49,17 @@ class Runner:
                 clean(self.storage, inputs.opened)
             hidden = self.model.forward(inputs, self.storage)
             logits = self.model.logits(hidden.index_select(0, inputs.sampled)) if len(inputs.sampled) else None
-            prompts = self._prompts(batch.rows, inputs.row_starts.tolist(), hidden)
-        return Step(lambda: self._collect(batch.rows, logits, prompts))
+            starts = inputs.row_starts.tolist()
+            prompts = self._prompts(batch.rows, starts, hidden)
+            states = {n: hidden[starts[n] : starts[n + 1]] for n, row in enumerate(batch.rows) if row.params.pooling}
+        return Step(lambda: self._collect(batch.rows, logits, prompts, states))
 
     def _collect(
-        self, rows: list[Row], logits: Tensor | None, prompts: dict[int, tuple[Tensor, list[int]]]
+        self,
+        rows: list[Row],
+        logits: Tensor | None,
+        prompts: dict[int, tuple[Tensor, list[int]]],
+        states: dict[int, Tensor],
     ) -> StepResult:
         result = StepResult([[] for _ in rows], [[] for _ in rows], [None] * len(rows))
         with torch.inference_mode():
@@ -79,6 +86,10 @@ class Runner:
                     logits = self.model.logits(hidden[begin : begin + PROMPT_ROWS])
                     values += prompt_logprobs(logits, following[begin : begin + PROMPT_ROWS], k, self._kernels)
                 result.prompt_logprobs[number] = values
+            for number, part in states.items():
+                row = rows[number]
+                assert row.params.pooling is not None
+                result.pooled[number] = pooled(part.float().cpu().numpy(), row.pooled, row.params.pooling)
         return result
 
     def _prompts(self, rows: list[Row], row_starts: list[int], hidden: Tensor) -> dict[int, tuple[Tensor, list[int]]]:

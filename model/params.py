@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from model.pooling import Pooling
+
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How one request samples. Validated at the door (`server.protocol`); from there on it is trusted.
@@ -42,6 +44,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """None: none; k ≥ 0: the sampled token's logprob and the k likeliest. Of the raw distribution."""
     prompt_logprobs: int | None = None
     """The same for every prompt token but the first. Such a request reads no prefix cache."""
+    pooling: Pooling | None = None
+    """Set: nothing is generated (`max_tokens` is 0); the prompt's hidden states become one vector. A mean needs all of
+    them, so such a request reads no prefix cache either."""
 
 
 class Logprob(msgspec.Struct, frozen=True, array_like=True):

@@ -22,6 +22,7 @@ from model.errors import ModelError
 from model.executor import Runner
 from model.kernels.loaded import load_kernels
 from model.params import SamplingParams
+from model.pooling import EmbeddingConfig, read_embedding
 from model.precision import Precision, choose_device, choose_precision, dtype_name
 from model.source import ModelSource, resolve
 from model.weights import open_weights
@@ -69,6 +70,7 @@ class LoadedModel:
     rope_switch: int | None
     """Longest sequence, in tokens, that uses a model's short rotary factors; None: it has one kind. A sequence that
     grows past it must be computed anew from its first token, and prefixes of the two kinds must not be shared."""
+    embedding: EmbeddingConfig
 
 
 def load_runner(options: RunnerOptions, progress: Progress = lambda stage, detail: None) -> LoadedModel:
@@ -79,6 +81,7 @@ def load_runner(options: RunnerOptions, progress: Progress = lambda stage, detai
     device = choose_device(options.device)
     source = resolve(options.model)
     config = read_config(source)
+    embedding = read_embedding(source, config.hidden_size)
     kernels = load_kernels(lambda detail: progress("kernels", detail)) if device.type == "cpu" else None
     attention = CpuAttention(kernels) if kernels is not None else ReferenceAttention()
     precision = choose_precision(
@@ -143,6 +146,7 @@ def load_runner(options: RunnerOptions, progress: Progress = lambda stage, detai
         max_model_len=max_model_len,
         max_num_batched_tokens=max_tokens,
         rope_switch=model.rope_switch,
+        embedding=embedding,
     )
 
 

@@ -57,4 +57,5 @@ def assemble(config: EngineConfig, progress: Callable[[str, str], None]) -> tupl
         attention=loaded.attention,
         weight_bytes=loaded.weight_bytes,
         load_seconds=time.monotonic() - began,
+        embedding=loaded.embedding,
     )

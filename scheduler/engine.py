@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from kvpool.pool import KVPool
 from model.batch import BAD_LOGITS, NO_TOKEN, Batch, Executor, Pending, Row
+from model.pooling import Vector
 from scheduler import invariants, isolation
 from scheduler.budget import Budget
 from scheduler.cost import CostModel, Work
@@ -171,6 +172,7 @@ class Engine:
             sequence.shared = len(hit.blocks) - hit.free
             sequence.preempted = False
             request = sequence.request
+            request.pooled = None
             if not request.started:
                 request.started = True
                 cached = min(hit.tokens, request.prompt_len)
@@ -192,9 +194,9 @@ class Engine:
             tokens = sequence.tokens
             params = sequence.request.params
             samples = end == len(tokens) and params.max_tokens > 0
-            rows.append(
-                Row(tokens, sequence.prompt_len, start, count, sequence.table.blocks, params, sequence.index, samples)
-            )
+            row = Row(tokens, sequence.prompt_len, start, count, sequence.table.blocks, params, sequence.index, samples)
+            row.pooled = sequence.request.pooled
+            rows.append(row)
         work = self._speculation.attach(step, rows)
         batch = Batch(rows, pool.take_copies())
         launched = self._clock()
@@ -243,6 +245,8 @@ class Engine:
                     counters.drafts += 1
                     counters.drafted_tokens += len(row.draft)
                     counters.accepted_tokens += len(drawn) - 1
+            elif request.params.pooling is not None:
+                self._pool(sequence, result.pooled[number])
             elif sequence.num_computed == len(sequence.tokens):  # Nothing is to be generated, by anyone.
                 for other in request.sequences[::-1]:
                     if other.phase is not Phase.FINISHED:
@@ -275,6 +279,17 @@ class Engine:
         if end >= request.prompt_len:
             self._report.prompt_logprobs.append(PromptLogprobs(request.id, kept))
             request.prompt_is_sent()
+
+    def _pool(self, sequence: Sequence, pooled: Vector) -> None:
+        """Keep what the prompt comes to so far; at its end send it, and be done."""
+        request = sequence.request
+        request.pooled = pooled
+        if sequence.num_computed == request.prompt_len:
+            if (vector := request.vector()) is None:
+                self._fail(sequence, "the model's hidden states for this request are not finite")
+                return
+            self._report.vector(request.id, vector)
+            self._release(sequence)
 
     def _append(self, sequence: Sequence, token: int, logprob: Logprob | None) -> None:
         request = sequence.request

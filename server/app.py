@@ -19,20 +19,25 @@ from server.exposition import make_registry
 from server.middleware import CLIENT_GONE, ApiKeys, Requests
 from server.protocol.chat import ChatRequest
 from server.protocol.completions import CompletionRequest
+from server.protocol.embeddings import EmbeddingRequest
 from server.protocol.errors import ErrorBody
+from server.protocol.responses import InputFields, ResponseRequest
 from server.protocol.tokens import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
-from server.routes import chat, completions, health, metrics, models, tokens
+from server.routes import chat, completions, embeddings, health, metrics, models, responses, tokens
 from server.service import Service
 from server.version import VERSION
 
 BODIES: dict[str, tuple[type[BaseModel], ...]] = {
     "/v1/completions": (CompletionRequest,),
     "/v1/chat/completions": (ChatRequest,),
+    "/v1/responses": (ResponseRequest,),
+    "/v1/responses/input_tokens": (InputFields,),
+    "/v1/embeddings": (EmbeddingRequest,),
     "/tokenize": (TokenizeRequest, TokenizeChatRequest),
     "/detokenize": (DetokenizeRequest,),
 }
 """What each route reads. Routes parse their bodies themselves, so FastAPI has to be told."""
-ROUTERS = [module.router for module in (completions, chat, models, tokens, health, metrics)]
+ROUTERS = [module.router for module in (completions, chat, responses, embeddings, models, tokens, health, metrics)]
 ROUTES = [route for router in ROUTERS for route in router.routes if isinstance(route, Route)]
 REFUSALS = {
     "400": "A fault of the request; `error.param` names the field.",

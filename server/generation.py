@@ -50,13 +50,19 @@ class Generation:
         self._arrival = arrival
         self._reasons: list[list[str]] = []
         """Per stream, the finish reasons that its reader got."""
+        self._collected = 0
+        """Streams whose answers `collect` has given."""
         self._timers: list[asyncio.TimerHandle] = []
         self._closed = False
 
     def submit(self, jobs: Sequence[Job], options: StreamOptions) -> None:
-        """Send everything to the engine. Raises Overloaded, or Unavailable where the engine is gone."""
+        """Send everything to the engine. Raises Overloaded, or Unavailable where the engine is gone.
+
+        May be called again: what has been let in with its first prompts is not refused with its later ones.
+        """
         service, tokenizer = self._service, self.loaded.tokenizer
-        service.admission.check_tokens(sum(len(job.prompt_ids) for job in jobs))
+        if not self.streams:
+            service.admission.check_tokens(sum(len(job.prompt_ids) for job in jobs))
         for job in jobs:
 
             def stream(id: int, job: Job = job) -> RequestStream:
@@ -79,11 +85,12 @@ class Generation:
             self._watch(opened)
 
     async def collect(self) -> list[list[SequenceResult]]:
-        """The whole answers, per prompt. Raises what a stream failed with."""
+        """The whole answers of the prompts submitted since the last time. Raises what a stream failed with."""
         results: list[list[SequenceResult]] = []
-        for number, stream in enumerate(self.streams):
+        for stream, reasons in zip(self.streams[self._collected :], self._reasons[self._collected :], strict=True):
             results.append(await stream.collect())
-            self._reasons[number] += [str(result.finish_reason) for result in results[-1]]
+            reasons += [str(result.finish_reason) for result in results[-1]]
+        self._collected = len(self.streams)
         return results
 
     async def batches(self) -> AsyncGenerator[tuple[int, list[TextEvent]], None]:

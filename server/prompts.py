@@ -88,36 +88,43 @@ class PromptBuilder:
         return await self.threaded(lambda: self._chat(chat, add_special_tokens))
 
     async def completion(
-        self, prompts: Sequence[str | list[int]], *, add_special_tokens: bool = True, limit: int | None = None
+        self,
+        prompts: Sequence[str | list[int]],
+        *,
+        add_special_tokens: bool = True,
+        limit: int | None = None,
+        param: str = "prompt",
     ) -> list[Prompt]:
         """Each prompt's ids. One BOS at most is put before text, also where the text itself begins with it.
 
-        `limit`: tokens that several prompts may have together.
+        `limit`: tokens that several prompts may have together. `param`: the request's field.
         """
         total = 0
 
         def build(prompt: str | list[int]) -> Prompt:
             nonlocal total
-            built = self._completion(prompt, add_special_tokens)
+            built = self._completion(prompt, add_special_tokens, param)
             total += len(built.ids)
             if limit is not None and total > limit and len(prompts) > 1:
                 raise InvalidRequest(
-                    f"prompt: the {len(prompts)} prompts have more than {limit} tokens together, and no more may wait",
-                    param="prompt",
+                    f"{param}: the {len(prompts)} prompts have more than {limit} tokens together, and no more may wait",
+                    param=param,
                 )
             return built
 
         return await self.each(build, prompts)
 
-    async def encode(self, text: str, *, add_special_tokens: bool, allow_special: bool = True) -> list[int]:
+    async def encode(
+        self, text: str, *, add_special_tokens: bool, allow_special: bool = True, param: str = "prompt"
+    ) -> list[int]:
         """A text's ids, as /tokenize shows them; the text need not fit the context."""
 
         def work() -> list[int]:
-            _encodable(text, "prompt")
+            _encodable(text, param)
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens, allow_special=allow_special)
 
         if len(text) > MAX_ENCODED_CHARS:
-            raise InvalidRequest(f"prompt: {len(text)} characters are more than {MAX_ENCODED_CHARS}", param="prompt")
+            raise InvalidRequest(f"{param}: {len(text)} characters are more than {MAX_ENCODED_CHARS}", param=param)
         return await self.threaded(work)
 
     async def decode(self, ids: list[int], *, skip_special_tokens: bool = False, param: str = "tokens") -> str:
@@ -209,14 +216,14 @@ class PromptBuilder:
             text = text.replace(guard, "")
         return Prompt(self._whole(ids, add_special_tokens, "messages"), text)
 
-    def _completion(self, prompt: str | list[int], add_special_tokens: bool) -> Prompt:
+    def _completion(self, prompt: str | list[int], add_special_tokens: bool, param: str) -> Prompt:
         if isinstance(prompt, str):
-            self._bound(len(prompt), "prompt")
-            _encodable(prompt, "prompt")
+            self._bound(len(prompt), param)
+            _encodable(prompt, param)
             ids = self._tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
-            return Prompt(self._whole(ids, add_special_tokens, "prompt"), prompt)
-        ids = self._whole(prompt, False, "prompt")
-        self._check_ids(ids, "prompt")
+            return Prompt(self._whole(ids, add_special_tokens, param), prompt)
+        ids = self._whole(prompt, False, param)
+        self._check_ids(ids, param)
         return Prompt(ids)
 
     def _whole(self, ids: list[int], added: bool, param: str) -> list[int]:

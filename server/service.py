@@ -18,6 +18,7 @@ from server.parsing.detect import AnswerFormats
 from server.prompts import PromptBuilder
 from server.sampling import Sampling
 from server.settings import Settings
+from server.store import ResponseStore
 from server.version import VERSION
 
 
@@ -54,6 +55,7 @@ class Service:
     loaded: Loaded | None = None
     draining: bool = False
     clock: Callable[[], float] = time.monotonic
+    responses: ResponseStore = field(default_factory=ResponseStore)
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -86,8 +88,14 @@ class Service:
 
     def caller(self, http: Request, cache_salt: str | None, user: str) -> Caller:
         """From the key that `ApiKeys` found, else from what the request says."""
-        digest: bytes = http.scope.get("state", {}).get("key_digest", b"")
+        digest = self.owner(http)
         return Caller(digest.hex()[:16] or user, digest + (cache_salt or "").encode())
+
+    @staticmethod
+    def owner(http: Request) -> bytes:
+        """Whose stored responses a request may see: those of its key; without keys, everybody's."""
+        digest: bytes = http.scope.get("state", {}).get("key_digest", b"")
+        return digest
 
     def check_model(self, name: str | None) -> str:
         """The name under which to answer; no name means the only model. Raises NotFound."""

@@ -10,23 +10,20 @@ from typing import Any, TypeVar
 
 import orjson
 from fastapi import APIRouter, Request, Response
-from msgspec.structs import replace
 
 from server.answer import respond
 from server.body import read_object, validate
 from server.chat_reply import REASONING_FIELDS, ChatReply
-from server.generation import Generation, Job
+from server.conversation import begin
+from server.generation import Generation
 from server.history import normalized
 from server.logprobs import TokenEntry, chat_logprobs, prompt_logprobs
 from server.parsing.answer import AnswerFormat, AnswerParser
-from server.parsing.forcing import forced
 from server.pieces import joined
-from server.prompts import check_values
 from server.protocol.chat import ChatFields, ChatRequest
 from server.service import Caller, Service, service_of
 from server.sse import DONE, TEXT, Frames
-from server.streams import SequenceResult, StreamOptions, TextEvent
-from server.structured.structure import serialise
+from server.streams import SequenceResult, TextEvent
 from server.template import Chat
 
 router = APIRouter()
@@ -68,11 +65,10 @@ class ChatAnswer:
         self._body = body
         self._chat = chat
         self._caller = caller
-        self._use = body.use
         self._format = AnswerFormat()
         self._reply = ChatReply(
             REASONING_FIELDS[service.settings.reasoning_field] if body.include_reasoning else (),
-            frozenset(tool.name for tool in self._use.tools if tool.custom),
+            frozenset(tool.name for tool in body.use.tools if tool.custom),
             body.legacy,
         )
         self._fixed: dict[str, Any] = {
@@ -84,36 +80,7 @@ class ChatAnswer:
         }
 
     async def start(self) -> None:
-        body, caller = self._body, self._caller
-        loaded = self.generation.loaded
-        prompts, sampling, formats = loaded.prompts, loaded.sampling, loaded.formats
-        logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        params, prompt = await asyncio.gather(
-            prompts.threaded(lambda: sampling.params(body, logprobs=logprobs, prompt_logprobs=body.prompt_logprobs)),
-            prompts.chat(self._chat, add_special_tokens=body.add_special_tokens),
-        )
-        scored = 0 if body.prompt_logprobs is None else body.prompt_logprobs + 1
-        check_values(len(prompt.ids), scored + body.n * body.return_token_ids, "prompt_logprobs" if scored else "n")
-        max_tokens = prompts.max_tokens(len(prompt.ids), body.limit, param="messages", field=body.limit_field)
-        last = self._chat.messages[-1]["content"] if body.continue_final_message else None
-        inside = formats.inside(prompt.text or "", last)
-        self._format = formats.answer(self._use, body.splits_reasoning, inside)
-        structure = forced(formats, self._use, inside=inside, thinks=formats.thinks(prompt.text or ""))
-        grammar = None if structure is None else await prompts.threaded(lambda: serialise(structure))
-        options = StreamOptions(
-            shown=formats.shown(self._format),
-            reasoning=self._format.reasoning,
-            inside=inside,
-            stop=tuple(body.stop),
-            include_stop=body.include_stop_str_in_output,
-            skip_special_tokens=body.skip_special_tokens,
-            min_tokens=body.min_tokens,
-            token_ids=body.return_token_ids,
-            new_text=not body.continue_final_message,
-        )
-        constrained = replace(params(max_tokens), grammar=grammar)
-        job = Job(prompt.ids, constrained, body.n, body.priority, caller.tenant, caller.salt)
-        self.generation.submit([job], options)
+        self._format = await begin(self.generation, self._body, self._chat, self._caller)
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
         body = self._body

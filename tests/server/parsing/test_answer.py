@@ -187,7 +187,8 @@ def test_custom_tools_get_their_text() -> None:
 def test_the_whole_answer_is_a_custom_tools_input() -> None:
     format = AnswerFormat(FORMATS["hermes"], NAMES, whole="shell", reasoning=THINK)
     assert parsed("<think>h</think>\nls -l", format) == ([Reasoning("h"), *calls(("shell", "ls -l"))], "tool_calls")
-    assert parsed("", format) == ([], "stop")
+    assert parsed("", format) == ([CallStart(0, "call_0", "shell")], "tool_calls")
+    assert parsed("<think>cut", format) == ([Reasoning("cut")], "stop")
 
 
 REASONED = [
