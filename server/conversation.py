@@ -9,14 +9,18 @@ import asyncio
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from server.errors import RequestError
 from server.generation import Generation, Job
 from server.parsing.answer import AnswerFormat, AnswerParser
+from server.parsing.forcing import forced
 from server.pieces import Piece, joined
 from server.prompts import check_values
 from server.protocol.chat import ChatRequest
 from server.service import Caller
 from server.streams import StreamOptions, TextEvent
+from server.structured.structure import serialise
 from server.template import Chat
 
 
@@ -34,7 +38,10 @@ async def begin(generation: Generation, body: ChatRequest, chat: Chat, caller: C
     max_tokens = prompts.max_tokens(len(prompt.ids), body.limit, param="messages", field=body.limit_field)
     last = chat.messages[-1]["content"] if body.continue_final_message else None
     inside = formats.inside(prompt.text or "", last)
-    format = formats.answer(body.use, body.splits_reasoning, inside)
+    use = body.use
+    format = formats.answer(use, body.splits_reasoning, inside)
+    structure = forced(formats, use, inside=inside, thinks=formats.thinks(prompt.text or ""))
+    grammar = None if structure is None else await prompts.threaded(lambda: serialise(structure))
     options = StreamOptions(
         shown=formats.shown(format),
         reasoning=format.reasoning,
@@ -46,7 +53,9 @@ async def begin(generation: Generation, body: ChatRequest, chat: Chat, caller: C
         token_ids=body.return_token_ids,
         new_text=not body.continue_final_message,
     )
-    job = Job(prompt.ids, params(max_tokens), body.n, body.priority, caller.tenant, caller.salt)
+    job = Job(
+        prompt.ids, replace(params(max_tokens), grammar=grammar), body.n, body.priority, caller.tenant, caller.salt
+    )
     generation.submit([job], options)
     return format
 

@@ -149,7 +149,6 @@ class ChatTemplate:
             raise Unsupported(
                 f"reasoning_effort: {effort} is not supported by this model's chat template (supported: {what})",
                 param="reasoning_effort",
-                code="unsupported_value",
             )
         return switch | degree
 

@@ -71,6 +71,9 @@ class AnswerParser:
         if self._splitter is not None:
             _, thought, rest = self._splitter.finish()
             pieces = self._both(thought, rest)
+        if self._format.whole is not None and not self._begun and not (self._splitter and self._splitter.inside):
+            self._begun = True
+            pieces.append(CallStart(0, self._new_id(), self._format.whole))
         if self._calls is not None and self._steps is not None:
             self._calls.reader.end()
             for _ in self._steps:

@@ -62,7 +62,7 @@ def tool_grammar(
     """For a request whose calls have to follow their schemas. At least one tool is callable.
 
     `special`: markers that are special tokens, by their ids. `reasoning`: what may come first; `inside`: what the
-    prompt began and the model has to end. `answer`: what an answer without calls has to be, as the right side of a rule.
+    prompt began and the model has to end. `answer`: what an answer without calls has to be, the right side of a rule.
     """
     rules = _Rules(special)
     thought = _thought(rules, reasoning, inside)

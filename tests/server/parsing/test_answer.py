@@ -44,31 +44,55 @@ def calls(*expected: tuple[str, str]) -> list[Piece]:
 
 
 PARIS = ("get_weather", '{"city":  "Par\\"i}s", "x": {"y": [1, {}]}}')
+NOTHING = ("now", "{}")
+ONE = ("now", '{"a": 1}')
 CALLS: list[tuple[str, str, list[Piece]]] = [
-    ("hermes", f'<tool_call>\n{{"name": "now", "arguments": {{}}}}\n</tool_call>\n<tool_call>\n{{"name": "get_weather", '
-     f'"arguments": {PARIS[1]}}}\n</tool_call>\n', calls(("now", "{}"), PARIS)),
-    ("hermes", '<tool_call>{"name":"now"}</tool_call>', calls(("now", "{}"))),
-    ("hermes", '<tool_call>{"arguments": {"a": [1, "]"]}, "id": [2], "name": "now"}', calls(("now", '{"a": [1, "]"]}'))),
-    ("hermes", '<tool_call>{"name": "now", "arguments": "{\\"a\\": 1}"}</tool_call>', calls(("now", '{"a": 1}'))),
-    ("hermes", '<tool_call>{"name": "now", "arguments": null}</tool_call>', calls(("now", "{}"))),
-    ("hermes", 'Let me see.\n\n<tool_call>{"name": "now"}</tool_call>', [Content("Let me see."), *calls(("now", "{}"))]),
-    ("hermes", '<tool_call>{"name": "now"}</tool_call>\nDone. ', [*calls(("now", "{}")), Content("\nDone. ")]),
-    ("hermes", '<<tool_call>{"name": "now"}', [Content("<"), *calls(("now", "{}"))]),
-    ("llama3_json", '{"name": "now", "parameters": {"a": 1}}; {"type": "function", "name": "get_weather", "parameters": '
-     f"{PARIS[1]}}}", calls(("now", '{"a": 1}'), PARIS)),
-    ("llama3_json", ' \n<|python_tag|>{"name": "now", "parameters": {}}', calls(("now", "{}"))),
-    ("mistral", f'[TOOL_CALLS] [{{"name": "get_weather", "arguments": {PARIS[1]}, "id": "abc"}}, {{"name": "now"}}]',
-     calls(PARIS, ("now", "{}"))),
-    ("mistral", f'[TOOL_CALLS]get_weather{PARIS[1]}[TOOL_CALLS]now[CALL_ID]ab1[ARGS]{{"a": 1}}',
-     calls(PARIS, ("now", '{"a": 1}'))),
-    ("granite", f'<|tool_call|>[{{"name": "get_weather", "arguments": {PARIS[1]}}}, {{"name": "now"}}]',
-     calls(PARIS, ("now", "{}"))),
-    ("granite", '<tool_call>[{"name": "now", "arguments": {}}]', calls(("now", "{}"))),
-    ("pythonic", "[now(), get_weather(city='Pa)r\\'is', n=[1, -2.5, 1e3], d={\"a\": True, 'b': None}, t=(1, \"x\" 'y'))]",
-     calls(("now", "{}"), ("get_weather", '{"city": "Pa)r\'is", "n": [1, -2.5, 1000.0], "d": {"a": true, "b": null}, '
-                                          '"t": [1, "xy"]}'))),
-    ("pythonic", '<|python_start|>[now(a="\\n\\u00e4", b=false)]<|python_end|>', calls(("now", '{"a": "\\nä", "b": false}'))),
-]  # fmt: skip
+    (
+        "hermes",
+        '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>\n'
+        f'<tool_call>\n{{"name": "get_weather", "arguments": {PARIS[1]}}}\n</tool_call>\n',
+        calls(NOTHING, PARIS),
+    ),
+    ("hermes", '<tool_call>{"name":"now"}</tool_call>', calls(NOTHING)),
+    ("hermes", '<tool_call>{"arguments": {"a": [1, "]"]}, "i": [2], "name": "now"}', calls(("now", '{"a": [1, "]"]}'))),
+    ("hermes", '<tool_call>{"name": "now", "arguments": "{\\"a\\": 1}"}</tool_call>', calls(ONE)),
+    ("hermes", '<tool_call>{"name": "now", "arguments": null}</tool_call>', calls(NOTHING)),
+    ("hermes", 'Let me see.\n\n<tool_call>{"name": "now"}</tool_call>', [Content("Let me see."), *calls(NOTHING)]),
+    ("hermes", '<tool_call>{"name": "now"}</tool_call>\nDone. ', [*calls(NOTHING), Content("\nDone. ")]),
+    ("hermes", '<<tool_call>{"name": "now"}', [Content("<"), *calls(NOTHING)]),
+    (
+        "llama3_json",
+        '{"name": "now", "parameters": {"a": 1}}; '
+        f'{{"type": "function", "name": "get_weather", "parameters": {PARIS[1]}}}',
+        calls(ONE, PARIS),
+    ),
+    ("llama3_json", ' \n<|python_tag|>{"name": "now", "parameters": {}}', calls(NOTHING)),
+    (
+        "mistral",
+        f'[TOOL_CALLS] [{{"name": "get_weather", "arguments": {PARIS[1]}, "id": "abc"}}, {{"name": "now"}}]',
+        calls(PARIS, NOTHING),
+    ),
+    ("mistral", f'[TOOL_CALLS]get_weather{PARIS[1]}[TOOL_CALLS]now[CALL_ID]b1[ARGS]{{"a": 1}}', calls(PARIS, ONE)),
+    (
+        "granite",
+        f'<|tool_call|>[{{"name": "get_weather", "arguments": {PARIS[1]}}}, {{"name": "now"}}]',
+        calls(PARIS, NOTHING),
+    ),
+    ("granite", '<tool_call>[{"name": "now", "arguments": {}}]', calls(NOTHING)),
+    (
+        "pythonic",
+        "[now(), get_weather(city='Pa)r\\'is', n=[1, -2.5, 1e3], d={\"a\": True, 'b': None}, t=(1, \"x\" 'y'))]",
+        calls(
+            NOTHING,
+            (
+                "get_weather",
+                '{"city": "Pa)r\'is", "n": [1, -2.5, 1000.0], "d": {"a": true, "b": null}, "t": [1, "xy"]}',
+            ),
+        ),
+    ),
+    ("pythonic", '<|python_start|>[now(a="\\n\\u00e4", b=false)]', calls(("now", '{"a": "\\nä", "b": false}'))),
+    ("pythonic", "<|python_start|>[now(a=1)]<|python_end|>", calls(ONE)),
+]
 
 
 @pytest.mark.parametrize(("name", "text", "expected"), CALLS)
@@ -163,7 +187,8 @@ def test_custom_tools_get_their_text() -> None:
 def test_the_whole_answer_is_a_custom_tools_input() -> None:
     format = AnswerFormat(FORMATS["hermes"], NAMES, whole="shell", reasoning=THINK)
     assert parsed("<think>h</think>\nls -l", format) == ([Reasoning("h"), *calls(("shell", "ls -l"))], "tool_calls")
-    assert parsed("", format) == ([], "stop")
+    assert parsed("", format) == ([CallStart(0, "call_0", "shell")], "tool_calls")
+    assert parsed("<think>cut", format) == ([Reasoning("cut")], "stop")
 
 
 REASONED = [
