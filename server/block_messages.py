@@ -12,7 +12,7 @@ from typing import Any
 
 from server.protocol.messages import (
     CountRequest,
-    Message,
+    GivenMessage,
     MessagesRequest,
     TextBlock,
     ThinkingBlock,
@@ -30,7 +30,7 @@ CHAT_NAMES = {
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
-def messages(given: Iterable[Message]) -> list[dict[str, Any]]:
+def messages(given: Iterable[GivenMessage]) -> list[dict[str, Any]]:
     """What a chat template gets."""
     result: list[dict[str, Any]] = []
     for message in given:
@@ -48,7 +48,7 @@ def messages(given: Iterable[Message]) -> list[dict[str, Any]]:
     return result
 
 
-def _assistant(message: Message) -> dict[str, Any]:
+def _assistant(message: GivenMessage) -> dict[str, Any]:
     texts, thoughts, calls = [], [], []
     for block in message.blocks:
         if isinstance(block, TextBlock):

@@ -99,7 +99,7 @@ def parse_block(value: Any, kinds: dict[str, type[Block]], *place: str | int) ->
         raise
 
 
-class Message(Body):
+class GivenMessage(Body):
     role: Literal["user", "assistant", "system"]
     content: Annotated[list[Any], PlainValidator(lambda value: value, json_schema_input_type=str | list[AnyBlock])]
 
@@ -108,19 +108,19 @@ class Message(Body):
         return self.content
 
 
-def parse_messages(value: object) -> list[Message]:
+def parse_messages(value: object) -> list[GivenMessage]:
     """Raises ValueError, or a RequestError that names the block."""
     if not isinstance(value, list) or not 1 <= len(value) <= MAX_MESSAGES:
         raise ValueError(f"must be a list of 1 to {MAX_MESSAGES} messages")
     return [_message(entry, number) for number, entry in enumerate(value)]
 
 
-def _message(entry: Any, number: int) -> Message:
+def _message(entry: Any, number: int) -> GivenMessage:
     place = "messages", number
     if not isinstance(entry, dict):
         raise ValueError(f"message {number} must be an object")
     try:
-        message = Message.model_validate(entry)
+        message = GivenMessage.model_validate(entry)
         content: Any = message.content
         if isinstance(content, str):
             content = [{"type": "text", "text": content}]
@@ -205,7 +205,7 @@ class CountRequest(Body):
     }
 
     model: Annotated[str, StringConstraints(min_length=1, max_length=1024)]
-    messages: Annotated[list[Message], PlainValidator(parse_messages, json_schema_input_type=list[Message])]
+    messages: Annotated[list[GivenMessage], PlainValidator(parse_messages, json_schema_input_type=list[GivenMessage])]
     system: (
         Annotated[
             str, PlainValidator(lambda value: parse_text(value, "system"), json_schema_input_type=str | list[TextBlock])
