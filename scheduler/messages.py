@@ -43,7 +43,8 @@ class FinishReason(IntEnum):
 
     RUNNING = 0
     STOP = 1
-    """A stop token id, which is the row's token; or no token (-1), where the request's masks left none to draw."""
+    """A stop token id, which is the row's token; or no token (-1), where the request's masks left none to draw or its
+    grammar is complete."""
     LENGTH = 2
     ABORT = 3
     ERROR = 4

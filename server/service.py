@@ -17,6 +17,7 @@ from server.metrics import Metrics
 from server.prompts import PromptBuilder
 from server.sampling import Sampling
 from server.settings import Settings
+from server.structured.compiler import Structures
 from server.version import VERSION
 
 
@@ -28,6 +29,12 @@ class Loaded:
     tokenizer: Tokenizer
     prompts: PromptBuilder
     sampling: Sampling
+    structures: Structures
+
+    def close(self) -> None:
+        """Ends threads and processes."""
+        self.prompts.close()
+        self.structures.close()
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,7 @@ class Body(BaseModel):
         if not isinstance(data, dict):
             return data
         present = {name: value for name, value in data.items() if value is not None}
-        for name in present.keys() - cls.model_fields.keys():
+        for name in present.keys() - {field.alias or name for name, field in cls.model_fields.items()}:
             if name not in cls.unsupported:
                 _log_unknown(name)
             elif present[name] not in cls.unsupported[name]:

@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field, StringConstraints, WithJsonSchema, 
 
 from server.errors import InvalidRequest
 from server.protocol.base import Body, Count, Int, TokenId, at_most
+from server.protocol.structured import StructureFields
 
 MAX_N = 128
 MAX_STOPS = 64
@@ -63,19 +64,7 @@ LogitBias = Annotated[
 ]
 SaltString = Annotated[str, StringConstraints(min_length=1, max_length=128, pattern=r"^[^@/\\\x00]*$")]
 
-TEXT_FORMAT = {"type": "text"}
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    # constrained output
-    "response_format": (TEXT_FORMAT,),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "grammar": ("",),
-    "json_schema": (),
-    "regex": (),
-    "ebnf": (),
     # choosing among more sequences than are returned
     "use_beam_search": (False,),
     "length_penalty": (1,),
@@ -122,7 +111,7 @@ class StreamFields(Body):
     """Accepted; no obfuscation is sent."""
 
 
-class GenerationRequest(Body):
+class GenerationRequest(StructureFields):
     """How to generate. A value that is absent comes from the model's generation_config, else it is neutral."""
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = UNSUPPORTED

@@ -70,8 +70,11 @@ class ChatAnswer:
         body, caller = self._body, self._caller
         prompts, sampling = self.generation.loaded.prompts, self.generation.loaded.sampling
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        grammar = await self.generation.loaded.structures.grammar(body.structure)
         params, prompt = await asyncio.gather(
-            prompts.threaded(lambda: sampling.params(body, logprobs=logprobs, prompt_logprobs=body.prompt_logprobs)),
+            prompts.threaded(
+                lambda: sampling.params(body, logprobs=logprobs, prompt_logprobs=body.prompt_logprobs, grammar=grammar)
+            ),
             prompts.chat(self._chat, add_special_tokens=body.add_special_tokens),
         )
         scored = 0 if body.prompt_logprobs is None else body.prompt_logprobs + 1
@@ -83,7 +86,8 @@ class ChatAnswer:
             skip_special_tokens=body.skip_special_tokens,
             min_tokens=body.min_tokens,
             token_ids=body.return_token_ids,
-            new_text=not body.continue_final_message,
+            # A grammar speaks of every character, a first blank included.
+            new_text=not body.continue_final_message and grammar is None,
         )
         job = Job(prompt.ids, params(max_tokens), body.n, body.priority, caller.tenant, caller.salt)
         self.generation.submit([job], options)
