@@ -42,28 +42,28 @@ def test_nothing_to_force() -> None:
 
 def test_forms_alone_stay_as_they_are() -> None:
     for use_ in (ToolUse(), use(F, choice="none")):
-        assert forced(FORMATS, use_, response=FORM) is FORM
-        assert forced(FORMATS, use_, raw=RAW) is RAW
-    assert forced(FORMATS, use(F, STRICT, choice="auto"), raw=RAW) is RAW
+        assert forced(FORMATS, use_, FORM) is FORM
+        assert forced(FORMATS, use_, RAW) is RAW
+    assert forced(FORMATS, use(F, STRICT, choice="auto"), RAW) is RAW
 
 
 def test_forms_behind_reasoning() -> None:
-    assert "</think>" in lark(forced(FORMATS, ToolUse(), response=FORM, inside=True))
-    assert "<think>" in lark(forced(FORMATS, ToolUse(), response=FORM, thinks=True))
+    assert "</think>" in lark(forced(FORMATS, ToolUse(), FORM, inside=True))
+    assert "<think>" in lark(forced(FORMATS, ToolUse(), FORM, thinks=True))
     regex = Structure("regex", r"a/b\/c", "structured_outputs")
-    assert r"/a\/b\/c/" in lark(forced(FORMATS, ToolUse(), raw=regex, thinks=True))
+    assert r"/a\/b\/c/" in lark(forced(FORMATS, ToolUse(), regex, thinks=True))
     for structure in (RAW, Structure("json_object", "", "response_format")):
-        lark(forced(FORMATS, ToolUse(), raw=structure, inside=True))
+        lark(forced(FORMATS, ToolUse(), structure, inside=True))
     with pytest.raises(RequestError, match="behind reasoning"):
-        forced(FORMATS, ToolUse(), raw=Structure("grammar", "x", "structured_outputs"), inside=True)
+        forced(FORMATS, ToolUse(), Structure("grammar", "x", "structured_outputs"), inside=True)
 
 
 def test_calls() -> None:
     assert '"f\\"' in lark(forced(FORMATS, use(F)))
     assert "</think>" in lark(forced(FORMATS, use(F), inside=True))
     assert "free_calls" in lark(forced(FORMATS, use(F, STRICT, choice="auto")))
-    assert "answer" in lark(forced(FORMATS, use(F, choice="auto"), response=FORM))
-    assert "answer" not in lark(forced(FORMATS, use(F), response=FORM))
+    assert "answer" in lark(forced(FORMATS, use(F, choice="auto"), FORM))
+    assert "answer" not in lark(forced(FORMATS, use(F), FORM))
 
 
 def test_the_input_of_a_custom_tool() -> None:
@@ -77,8 +77,8 @@ def test_the_input_of_a_custom_tool() -> None:
     [
         (AnswerFormats(None), use(F), {}, "tool_choice"),
         (FORMATS, use(F, LARK), {}, "tool_choice"),
-        (FORMATS, use(F), {"raw": RAW}, "structured_outputs"),
-        (FORMATS, use(F, choice="auto"), {"response": Structure("lark", "x", "response_format")}, "response_format"),
+        (FORMATS, use(F), {"structure": RAW}, "structured_outputs"),
+        (FORMATS, use(F, choice="auto"), {"structure": Structure("lark", "x", "response_format")}, "response_format"),
         (FORMATS, use(LARK), {"inside": True}, "tools"),
     ],
 )
