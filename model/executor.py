@@ -10,8 +10,9 @@ from torch import Tensor
 
 from kvpool.storage import KVStorage
 from model.attention.reference import clean
-from model.batch import Batch, Pending, Row, StepResult
+from model.batch import BAD_GRAMMAR, Batch, Pending, Row, StepResult
 from model.decoder import Model
+from model.grammar import Masks
 from model.inputs import InputBuilder, draws
 from model.kernels.loaded import Kernels
 from model.logprobs import prompt_logprobs
@@ -36,6 +37,7 @@ class Runner:
         self._builder = InputBuilder(max_num_batched_tokens, storage.block_size, storage.data.device)
         self._kernels = kernels
         self._sampler = Sampler(kernels)
+        self._masks = Masks()
 
     def execute(self, batch: Batch) -> Pending:
         """Enqueue a step. ValueError where it is larger than the runner, or a row's table is too short."""
@@ -65,11 +67,17 @@ class Runner:
         with torch.inference_mode():
             if logits is not None:
                 drawing = [number for number, row in enumerate(rows) if draws(row)]
-                tokens, logprobs = self._sampler.sample(logits, [p for n in drawing for p in positions(rows[n])])
+                # Before anything waits for the logits: on a GPU they are still being computed.
+                masks = self._masks.fill([rows[number] for number in drawing])
+                tokens, logprobs = self._sampler.sample(logits, [p for n in drawing for p in positions(rows[n])], masks)
                 begin = 0
                 for number in drawing:
-                    draft = rows[number].draft
+                    draft, matcher = rows[number].draft, rows[number].matcher
                     end = begin + 1 + len(draft)
+                    if matcher is not None and matcher.error is not None:
+                        result.tokens[number] = [BAD_GRAMMAR]
+                        begin = end
+                        continue
                     drawn = agreed(draft, tokens[begin:end]) if draft else tokens[begin:end]
                     result.tokens[number] = drawn
                     if rows[number].params.logprobs is not None:

@@ -10,8 +10,8 @@ from model.pooling import Pooling
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How one request samples. Validated at the door (`server.protocol`); from there on it is trusted.
 
-    Order of application: penalties, bias, masks (grammar, banned, allowed, min_tokens), temperature, top-k, top-p, min-p,
-    then one uniform per (seed, index, position) by inverse CDF. Temperature 0 is argmax.
+    Order of application: penalties, bias, masks (grammar, banned, allowed, min_tokens), temperature, top-k, top-p,
+    min-p, then one uniform per (seed, index, position) by inverse CDF. Temperature 0 is argmax.
     """
 
     max_tokens: int

@@ -11,10 +11,12 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 from kvpool.pool import KVPool
-from model.batch import BAD_LOGITS, NO_TOKEN, Batch, Executor, Pending, Row
+from model.batch import BAD_GRAMMAR, BAD_LOGITS, NO_TOKEN, Batch, Executor, Pending, Row
+from model.grammar import Grammars
 from model.pooling import Vector
 from scheduler import invariants, isolation
 from scheduler.budget import Budget
+from scheduler.compiling import Compiling
 from scheduler.cost import CostModel, Work
 from scheduler.counters import Counters
 from scheduler.limits import Limits
@@ -55,13 +57,15 @@ class Engine:
         limits: Limits,
         clock: Callable[[], float],
         cost: CostModel | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
-        """`clock` gives monotonic seconds."""
+        """`clock` gives monotonic seconds. Without `grammars` requests that have one are refused."""
         self._state = SchedulerState(pool, limits)
         self._executor = executor
         self._clock = clock
         self._capacity = min(limits.max_model_len, pool.num_usable * pool.block_size)
         self._requests: dict[int, Request] = {}
+        self._compiling = Compiling(grammars)
         self._unborn = 0
         self._gone = 0
         """Sequences in the running list that have ended; they leave it before the next plan."""
@@ -84,7 +88,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether step() would compute anything. Where it would not, wait for a message."""
-        return bool(self._state.running or self._state.waiting)
+        return bool(self._state.running or self._state.waiting or self._compiling)
 
     def step(self, inbox: Items[Message] = ()) -> StepOutput:
         """Apply the messages and compute one step, if anybody has work.
@@ -92,13 +96,13 @@ class Engine:
         A row that fails ends alone. Raises only where the runner fails whatever it is given.
         """
         self._report = Report()
-        for message in inbox:
+        for message in self._compiling.ready(inbox, idle=not (self._state.running or self._state.waiting)):
             if isinstance(message, Submit):
                 self._submit(message)
             else:
                 self._abort(message)
         self._sweep()
-        if self.has_work:
+        if self._state.running or self._state.waiting:
             step = self._plan()
             if step.counts:
                 self._collect(self._launch(step))
@@ -116,11 +120,13 @@ class Engine:
         if submit.id in self._requests:
             return  # Ids are never reused; a second one is a resubmission that crossed its first.
         refused = refusal(submit, self._state.limits.max_model_len, pool.num_usable, pool.block_size)
+        if refused is None:
+            request = Request(submit, self._capacity, self._state.limits.rope_switch)
+            refused = self._compiling.attach(request)
         if refused is not None:
             for index in range(max(1, submit.n)):
                 self._report.end(submit.id, index, FinishReason.ERROR, refused)
             return
-        request = Request(submit, self._capacity, self._state.limits.rope_switch)
         self._requests[request.id] = request
         self._unborn += len(request.unborn)
         self._state.closed = False
@@ -194,7 +200,8 @@ class Engine:
             tokens = sequence.tokens
             params = sequence.request.params
             samples = end == len(tokens) and params.max_tokens > 0
-            row = Row(tokens, sequence.prompt_len, start, count, sequence.table.blocks, params, sequence.index, samples)
+            blocks, matcher = sequence.table.blocks, sequence.matcher
+            row = Row(tokens, sequence.prompt_len, start, count, blocks, params, sequence.index, samples, [], matcher)
             row.pooled = sequence.request.pooled
             rows.append(row)
         work = self._speculation.attach(step, rows)
@@ -231,6 +238,9 @@ class Engine:
                     self._restart(sequence)
                 else:
                     self._fail(sequence, "the model's logits for this request are not finite")
+                continue
+            if BAD_GRAMMAR in drawn[:1]:
+                self._fail(sequence, (sequence.matcher and sequence.matcher.error) or FAILED)
                 continue
             if count > 1 or row.start < sequence.prompt_len:
                 counters.computed_tokens += count
@@ -300,9 +310,12 @@ class Engine:
             self._release(sequence)
             return
         sequence.tokens.append(token)
-        finish = self._finish(sequence)
-        self._report.token(sequence, token, int(finish), logprob)
-        if finish is not FinishReason.RUNNING:
+        finish, matcher = self._finish(sequence), sequence.matcher
+        complete = matcher is not None and finish != FinishReason.STOP and matcher.follow(sequence.tokens)
+        self._report.token(sequence, token, 0 if complete else int(finish), logprob)
+        if complete:  # Whole also where it has just reached its limit; the token belongs to the text.
+            self._report.end(request.id, sequence.index, FinishReason.STOP)
+        if complete or finish is not FinishReason.RUNNING:
             self._release(sequence)
         elif len(sequence.tokens) - 1 == self._state.limits.rope_switch:
             self._restart(sequence)

@@ -47,8 +47,8 @@ class FinishReason(IntEnum):
 
     RUNNING = 0
     STOP = 1
-    """A stop token id, which is the row's token; or no token (-1), where the request's masks left none to draw, or
-    where it wanted none but a vector."""
+    """A stop token id, which is the row's token; or no token (-1), where the request's masks left none to draw, its
+    grammar is complete, or it wanted none but a vector."""
     LENGTH = 2
     ABORT = 3
     ERROR = 4

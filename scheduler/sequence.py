@@ -15,6 +15,7 @@ from enum import IntEnum
 import msgspec
 
 from kvpool.table import BlockTable
+from model.grammar import Matcher
 from model.params import Logprob, SamplingParams
 from model.pooling import Vector, finished
 from scheduler.drafter import Drafter
@@ -119,6 +120,7 @@ class Sequence:
         "hashes",
         "index",
         "limit",
+        "matcher",
         "num_computed",
         "phase",
         "preempted",
@@ -158,6 +160,8 @@ class Sequence:
         """Had a chunk in the last step: whoever needs the same prefix does well to wait for it."""
         self.drafter: Drafter | None = None
         """Made when a draft could first be worth its price; keeps what it knows through preemption."""
+        self.matcher: Matcher | None = None
+        """Has followed what is generated; that a sequence is preempted or computed anew changes nothing for it."""
 
     @property
     def place(self) -> tuple[int, bool, float, int, int]:

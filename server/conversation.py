@@ -20,7 +20,6 @@ from server.prompts import check_values
 from server.protocol.chat import ChatRequest
 from server.service import Caller
 from server.streams import StreamOptions, TextEvent
-from server.structured.structure import serialise
 from server.template import Chat
 
 
@@ -40,8 +39,8 @@ async def begin(generation: Generation, body: ChatRequest, chat: Chat, caller: C
     inside = formats.inside(prompt.text or "", last)
     use = body.use
     format = formats.answer(use, body.splits_reasoning, inside)
-    structure = forced(formats, use, inside=inside, thinks=formats.thinks(prompt.text or ""))
-    grammar = None if structure is None else await prompts.threaded(lambda: serialise(structure))
+    structure = forced(formats, use, body.structure, inside=inside, thinks=formats.thinks(prompt.text or ""))
+    grammar = await loaded.structures.grammar(structure)
     options = StreamOptions(
         shown=formats.shown(format),
         reasoning=format.reasoning,
@@ -51,7 +50,8 @@ async def begin(generation: Generation, body: ChatRequest, chat: Chat, caller: C
         skip_special_tokens=body.skip_special_tokens,
         min_tokens=body.min_tokens,
         token_ids=body.return_token_ids,
-        new_text=not body.continue_final_message,
+        # A grammar speaks of every character, a first blank included.
+        new_text=not body.continue_final_message and grammar is None,
     )
     job = Job(
         prompt.ids, replace(params(max_tokens), grammar=grammar), body.n, body.priority, caller.tenant, caller.salt

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 import uvicorn
 
 from model.errors import ModelError
+from model.grammar import Vocabulary
 from model.source import ModelSource, resolve
 from model.tokenizer import GenerationDefaults, Tokenizer, load_tokenizer
 from scheduler.messages import Progress, Ready
@@ -36,6 +37,7 @@ from server.prompts import PromptBuilder, PromptLimits
 from server.sampling import Sampling
 from server.service import Loaded, Service
 from server.settings import Settings
+from server.structured.compiler import Structures
 from server.supervisor import WORKER, Supervisor
 
 log = logging.getLogger("octavo")
@@ -121,7 +123,8 @@ def make_loaded(settings: Settings, tokenizer: Tokenizer, ready: Ready) -> Loade
     if defaults != GenerationDefaults():
         report(Progress("sampling", f"defaults of the model's generation_config: {defaults}"))
     sampling = Sampling(tokenizer, defaults, ready.vocab_size, settings.seed)
-    return Loaded(ready, tokenizer, prompts, sampling, formats)
+    structures = Structures(Vocabulary.of(tokenizer, ready.vocab_size))
+    return Loaded(ready, tokenizer, prompts, sampling, formats, structures)
 
 
 class Daemon:
@@ -168,7 +171,7 @@ class Daemon:
             await asyncio.gather(http, loading, return_exceptions=True)
             await self._supervisor.stop()
             if self.service.loaded is not None:
-                self.service.loaded.prompts.close()
+                self.service.loaded.close()
 
     async def _load(self) -> None:
         """Everything between an open port and a server that is ready."""

@@ -88,6 +88,10 @@ class CapacityExceeded(RequestError, status=400, code="kv_capacity_exceeded"):
     """The request could never fit the KV pool."""
 
 
+class InvalidGrammar(RequestError, status=400, code="invalid_grammar"):
+    """A schema, regex or grammar that is wrong, cannot be enforced, or takes too long to compile."""
+
+
 class TemplateError(RequestError, status=400, code="template_error"):
     """The chat template refused the messages, or failed on them."""
 

@@ -18,6 +18,8 @@ RANDOM_SEED = -1
 SEED_MASK = 2**63 - 1
 MAX_MASK_IDS = 2**20
 """Ids in the masks of a request's prompts: each prompt goes to the engine with its own copy."""
+MAX_GRAMMARS_CHARS = 2**22
+"""The same of its grammar."""
 
 
 class Sampling:
@@ -41,7 +43,8 @@ class Sampling:
         """What to tell the engine, as a cheap function of a prompt's `max_tokens`; it draws the seed that is missing.
 
         This itself tokenises the bad words and walks long lists: once a request, in a thread. `prompts`: how many
-        there are. `grammar`: as `Structures.grammar` gave it. Raises InvalidRequest for ids outside the vocabulary, and for too many ids.
+        there are. `grammar`: as `Structures.grammar` gave it. Raises InvalidRequest for ids outside the vocabulary,
+        and for too many ids.
         """
         defaults = self._defaults
         self._check_ids("logit_bias", request.logit_bias)
@@ -57,6 +60,12 @@ class Sampling:
             raise InvalidRequest(
                 f"prompt: {prompts} prompts, each with {ids} ids in allowed_token_ids and bad_words, are more than "
                 f"{MAX_MASK_IDS} ids",
+                param="prompt",
+            )
+        if len(grammar or "") * prompts > MAX_GRAMMARS_CHARS:
+            raise InvalidRequest(
+                f"prompt: {prompts} prompts, each with a grammar of {len(grammar or '')} characters, are more than "
+                f"{MAX_GRAMMARS_CHARS} characters",
                 param="prompt",
             )
         common = SamplingParams(

@@ -19,6 +19,7 @@ from server.prompts import PromptBuilder
 from server.sampling import Sampling
 from server.settings import Settings
 from server.store import ResponseStore
+from server.structured.compiler import Structures
 from server.version import VERSION
 
 
@@ -31,6 +32,12 @@ class Loaded:
     prompts: PromptBuilder
     sampling: Sampling
     formats: AnswerFormats
+    structures: Structures
+
+    def close(self) -> None:
+        """Ends threads and processes."""
+        self.prompts.close()
+        self.structures.close()
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,28 +20,32 @@ from server.parsing.reasoning import ReasoningFormat
 from server.structured.structure import Structure, json_rule, quoted
 from server.tools import Tool, ToolUse
 
+CONTENT = "response_format"
+"""The field that speaks of the content; all others speak of the answer as the model writes it."""
 _SLASH = re.compile(r"(\\.)|/", re.DOTALL)
 
 
 def forced(
     formats: AnswerFormats,
     use: ToolUse,
+    structure: Structure | None = None,
     *,
     inside: bool = False,
     thinks: bool = False,
-    response: Structure | None = None,
-    raw: Structure | None = None,
 ) -> Structure | None:
     """The one constraint of a request; None where there is none. Raises RequestError.
 
-    `inside`: the prompt ends in the middle of reasoning; `thinks`: reasoning may come first. `response`: of the
-    content, `raw`: of all that the model writes; at most one of them is given.
+    `structure`: what the client says of the answer. `inside`: the prompt ends in the middle of reasoning; `thinks`:
+    reasoning may come first.
     """
     reasoning = formats.reasoning if inside or thinks else None
-    if raw is not None:
+    response = structure
+    if structure is not None and not structure.param.startswith(CONTENT):
         if use.choice == "required":
-            raise InvalidRequest(f"{raw.param}: not allowed with a tool_choice that forces a call", param=raw.param)
-        return _behind(raw, formats, reasoning, inside)
+            raise InvalidRequest(
+                f"{structure.param}: not allowed with a tool_choice that forces a call", param=structure.param
+            )
+        return _behind(structure, formats, reasoning, inside)
     if (whole := use.whole) is not None:
         if whole.syntax is None:
             return None

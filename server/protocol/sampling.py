@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field, StringConstraints, WithJsonSchema, 
 
 from server.errors import InvalidRequest
 from server.protocol.base import Body, Count, Int, TokenId, at_most
+from server.protocol.structured import StructureFields
 
 MAX_N = 128
 MAX_STOPS = 64
@@ -63,19 +64,7 @@ LogitBias = Annotated[
 ]
 SaltString = Annotated[str, StringConstraints(min_length=1, max_length=128, pattern=r"^[^@/\\\x00]*$")]
 
-TEXT_FORMAT = {"type": "text"}
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    # constrained output
-    "response_format": (TEXT_FORMAT,),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "grammar": ("",),
-    "json_schema": (),
-    "regex": (),
-    "ebnf": (),
     # choosing among more sequences than are returned
     "use_beam_search": (False,),
     "length_penalty": (1,),
@@ -153,7 +142,7 @@ class SamplingFields(Body):
     user: Annotated[str, StringConstraints(max_length=1024)] = ""
 
 
-class GenerationRequest(SamplingFields):
+class GenerationRequest(SamplingFields, StructureFields):
     """How to generate, and what to tell of it."""
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = UNSUPPORTED

@@ -1,9 +1,9 @@
 """Structure: what an answer must look like, in one of the forms that clients know, and its way into llguidance's form.
 
-    json, json_object ──┐
-    regex, choice ──────┼─▶ serialise ─▶ llguidance's serialised grammar, one string: `SamplingParams.grammar`
-    lark, grammar ──────┤
-    structural_tag ─────┘
+json, json_object ──┐
+regex, choice ──────┼─▶ serialise ─▶ llguidance's serialised grammar, one string: `SamplingParams.grammar`
+lark, grammar ──────┤
+structural_tag ─────┘
 """
 
 from __future__ import annotations
