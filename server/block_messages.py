@@ -23,8 +23,8 @@ from server.protocol.messages import (
 CHAT_NAMES = {
     "max_completion_tokens": "max_tokens",
     "stop": "stop_sequences",
+    "response_format.json_schema": "output_config.format",
     "response_format": "output_config.format",
-    "structured_outputs": "output_config.format",
 }
 """Fields of a chat, and what the same is called here: for messages about them."""
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}

@@ -77,6 +77,9 @@ ASSISTANT: dict[str, type[Block]] = {
 }
 
 
+KINDS: dict[str, dict[str, type[Block]]] = {"user": USER, "assistant": ASSISTANT, "system": {"text": TextBlock}}
+
+
 def parse_block(value: Any, kinds: dict[str, type[Block]], *place: str | int) -> Block:
     """One block of these kinds. Raises ValueError, or a RequestError that names it."""
     where = ".".join(map(str, place))
@@ -127,7 +130,7 @@ def _message(entry: Any, number: int) -> GivenMessage:
         if not isinstance(content, list) or len(content) > MAX_BLOCKS:
             where = f"messages.{number}.content"
             raise InvalidRequest(f"{where}: must be a string or a list of at most {MAX_BLOCKS} blocks", param=where)
-        kinds: dict[str, type[Block]] = ASSISTANT if message.role == "assistant" else USER if message.role == "user" else {"text": TextBlock}
+        kinds = KINDS[message.role]
         blocks = [parse_block(block, kinds, *place, "content", at) for at, block in enumerate(content)]
     except ValidationError as error:
         raise invalid(error, *place) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -103,11 +104,5 @@ def test_what_a_field_refuses_is_what_the_page_says() -> None:
         assert issubclass(model, Body)
         listed = rows(section(model.__name__))
         for name in refused(model):
-            neutral = ", ".join(f"`{_json(value)}`" for value in model.unsupported[name])
+            neutral = ", ".join(f"`{json.dumps(value)}`" for value in model.unsupported[name])
             assert listed[name].startswith(f"refused, but for {neutral}" if neutral else "refused"), name
-
-
-def _json(value: object) -> str:
-    import json
-
-    return json.dumps(value)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from model.tokenizer import Tokenizer
-from tests.server.routes.test_responses import CALL, say
+from tests.server.routes.test_responses import CALL, SCHEMA, say
 from tests.server.running import MODEL, Running, running
 
 MESSAGES = "/v1/messages"
@@ -266,3 +266,21 @@ def test_nulls_are_absent(server: Running, smol: Tokenizer) -> None:
         "top_k",
     )
     ask(server, **dict.fromkeys(names))
+
+
+def test_the_form_of_a_text(server: Running, smol: Tokenizer) -> None:
+    say(server, smol, '{"ok": true}')
+    form = {"type": "json_schema", "schema": SCHEMA}
+    for fields in ({"output_config": {"format": form}}, {"output_format": form}):
+        ask(server, **fields)
+        assert server.engine.submits()[-1].params.grammar is not None
+    wrong = {"output_config": {"format": {**form, "schema": {"type": "nope"}}}}
+    error = server.post(MESSAGES, {**BASE, **wrong}).json()["error"]
+    assert (error["param"], error["code"]) == ("output_config.format.schema", "invalid_grammar")
+
+
+def test_forced_calls(server: Running, smol: Tokenizer) -> None:
+    say(server, smol, CALL)
+    for choice in ({"type": "any"}, {"type": "tool", "name": "get_weather"}):
+        ask(server, tools=[WEATHER], tool_choice=choice)
+        assert server.engine.submits()[-1].params.grammar is not None
