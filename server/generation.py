@@ -61,7 +61,8 @@ class Generation:
         May be called again: what has been let in with its first prompts is not refused with its later ones.
         """
         service, tokenizer = self._service, self.loaded.tokenizer
-        if not self.streams:
+        first = not self.streams
+        if first:
             service.admission.check_tokens(sum(len(job.prompt_ids) for job in jobs))
         for job in jobs:
 
@@ -82,7 +83,7 @@ class Generation:
             self.streams.append(opened)
             self._reasons.append([])
             service.metrics.live.add(opened)
-            self._watch(opened)
+            self._watch(opened, first)
 
     async def collect(self) -> list[list[SequenceResult]]:
         """The whole answers of the prompts submitted since the last time. Raises what a stream failed with."""
@@ -130,8 +131,8 @@ class Generation:
             self._service.metrics.end(stream, self._endpoint, _outcome(stream, reasons))
         self._service.admission.release(self._sequences)
 
-    def _watch(self, stream: RequestStream) -> None:
-        """Arm the deadlines of --queue-timeout and --request-timeout."""
+    def _watch(self, stream: RequestStream, first: bool) -> None:
+        """Arm the deadlines of --request-timeout and, for the `first` prompts of a request, of --queue-timeout."""
         settings, client = self._service.settings, self._service.client
         loop = asyncio.get_running_loop()
         spent = self._service.clock() - self._arrival
@@ -140,7 +141,7 @@ class Generation:
             if not queued_only or stream.timings.scheduled is None:
                 client.fail(stream, DeadlineExceeded(f"The request {what} within {limit:g} s."))
 
-        if settings.queue_timeout:
+        if settings.queue_timeout and first:
             seconds = settings.queue_timeout
             self._timers.append(loop.call_later(seconds - spent, late, seconds, "did not start", True))
         if settings.request_timeout:

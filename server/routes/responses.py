@@ -24,7 +24,7 @@ from server.item_messages import CHAT_NAMES, chat_fields, listed
 from server.logprobs import chat_logprobs
 from server.parsing.answer import AnswerFormat
 from server.protocol.chat import ChatRequest
-from server.protocol.items import Item, ReferenceItem, parse_items
+from server.protocol.items import MAX_ITEMS, Item, ReferenceItem, parse_items
 from server.protocol.responses import InputFields, ResponseRequest
 from server.response_output import Event, ResponseOutput
 from server.routes.chat import conversation
@@ -36,6 +36,8 @@ router = APIRouter()
 F = TypeVar("F", bound=InputFields)
 THREAD_ITEMS = 64
 """A conversation of more items is put together in a thread."""
+MAX_REFERENCES = 128
+"""Of a request to stored items: each is looked up in a whole conversation."""
 MAX_PAGE, PAGE = 100, 20
 """Items of an answer about input items."""
 
@@ -47,8 +49,7 @@ async def create_response(http: Request) -> Response:
     arrival = service.clock()
     body, value = await read_object(http, service, lambda value: (validate(ResponseRequest, value), value))
     model = service.check_model(body.model)
-    items = _items(service, body, service.owner(http))
-    chat_body, chat = await _chat(body, value, items)
+    items, chat_body, chat = await _chat(body, value, _stored(service, body, service.owner(http)))
     generation = Generation(service, "responses", 1, arrival)
     caller = service.caller(http, body.cache_salt, body.user)
     answer = ResponseAnswer(service, generation, body, items, chat_body, chat, model, caller, service.owner(http))
@@ -61,7 +62,7 @@ async def count_input_tokens(http: Request) -> Response:
     service = service_of(http)
     body, value = await read_object(http, service, lambda value: (validate(InputFields, value), value))
     service.check_model(body.model)
-    chat_body, chat = await _chat(body, value, _items(service, body, service.owner(http)))
+    _, chat_body, chat = await _chat(body, value, _stored(service, body, service.owner(http)))
     with service.admission.slot():
         try:
             prompt = await service.require().prompts.chat(chat, add_special_tokens=chat_body.add_special_tokens)
@@ -119,28 +120,37 @@ async def list_input_items(http: Request, id: str) -> Response:
     return _json({"object": "list", "data": page, **ends, "has_more": len(items) > len(page)})
 
 
-def _items(service: Service, body: InputFields, owner: bytes) -> list[Item]:
-    """All that the response is to answer. Raises NotFound."""
-    earlier: list[Any] = []
+def _stored(service: Service, body: InputFields, owner: bytes) -> list[Any]:
+    """What the request takes from the store: the items of the previous response, then one for every reference.
+
+    Raises NotFound."""
+    stored: list[Any] = []
     if body.previous_response_id is not None:
-        earlier = service.responses.get(body.previous_response_id, owner, "previous_response_id").items
-    items = parse_items(earlier) if earlier else []
-    for number, item in enumerate(body.input):
-        if isinstance(item, ReferenceItem):
-            items += parse_items([service.responses.item(item.id, owner, f"input.{number}")])
-        else:
-            items.append(item)
-    return items
+        stored += service.responses.get(body.previous_response_id, owner, "previous_response_id").items
+    references = [(number, item.id) for number, item in enumerate(body.input) if isinstance(item, ReferenceItem)]
+    if len(references) > MAX_REFERENCES:
+        raise InvalidRequest(f"input: at most {MAX_REFERENCES} references are allowed", param="input")
+    return stored + [service.responses.item(id, owner, f"input.{number}") for number, id in references]
 
 
-async def _chat(body: InputFields, value: dict[str, Any], items: list[Item]) -> tuple[ChatRequest, Chat]:
-    """The same request in the words of chat. Raises what is wrong with it, by its names here."""
+async def _chat(body: InputFields, value: dict[str, Any], stored: list[Any]) -> tuple[list[Item], ChatRequest, Chat]:
+    """All that is to be answered, and the request in the words of chat. Raises what is wrong, by its names here."""
 
-    def work() -> tuple[ChatRequest, Chat]:
-        return conversation(ChatRequest, chat_fields(body, value, items))
+    def work() -> tuple[list[Item], ChatRequest, Chat]:
+        number = sum(isinstance(item, ReferenceItem) for item in body.input)
+        if len(stored) + len(body.input) > MAX_ITEMS:
+            raise InvalidRequest(
+                f"previous_response_id: the conversation has more than {MAX_ITEMS} items", param="previous_response_id"
+            )
+        items = parse_items(stored) if stored else []
+        found = iter(items[len(items) - number :])
+        items = items[: len(items) - number]
+        items += [next(found) if isinstance(item, ReferenceItem) else item for item in body.input]
+        return items, *conversation(ChatRequest, chat_fields(body, value, items))
 
     try:
-        return await asyncio.to_thread(work) if len(items) > THREAD_ITEMS else work()
+        large = len(stored) + len(body.input) > THREAD_ITEMS
+        return await asyncio.to_thread(work) if large else work()
     except RequestError as error:
         raise renamed(error, CHAT_NAMES) from None
 

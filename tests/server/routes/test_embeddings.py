@@ -82,6 +82,13 @@ def test_more_inputs_than_slots(server: Running, monkeypatch: pytest.MonkeyPatch
     assert after - counted == 100
 
 
+def test_inputs_that_wait_for_their_turn_are_not_late(smol: Tokenizer) -> None:
+    """--queue-timeout is about a request that does not start."""
+    with running(smol, queue_timeout=0.3, max_num_seqs=1) as server:
+        server.engine.interval = 0.1
+        assert len(embed(server, [[id] for id in range(1, 7)])["data"]) == 6
+
+
 def test_a_raw_vector(server: Running) -> None:
     assert embed(server, [5, 6], normalize=False)["data"][0]["embedding"] == expected([5, 6], normalize=False)
 

@@ -28,6 +28,17 @@ def test_going_on_from_a_stored_response(server: Running, smol: Tokenizer) -> No
     assert "Hello Ann." in smol.decode(server.engine.submits()[-1].prompt_ids)
 
 
+def test_bounds_of_a_conversation(server: Running, smol: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    say(server, smol, "Yes.")
+    first = respond(server, "a")
+    reference = {"type": "item_reference", "id": first["output"][0]["id"]}
+    assert respond(server, [reference] * 129, status=400)["error"]["param"] == "input"
+    monkeypatch.setattr("server.routes.responses.MAX_ITEMS", 4)
+    second = respond(server, "b", previous_response_id=first["id"])
+    error = respond(server, "c", previous_response_id=second["id"], status=400)["error"]
+    assert (error["param"], "4 items" in error["message"]) == ("previous_response_id", True)
+
+
 def test_the_store(server: Running, smol: Tokenizer) -> None:
     say(server, smol, "Yes.")
     body = respond(
