@@ -66,7 +66,9 @@ class CustomDefinition(Body):
         grammar = self.format.grammar if self.format is not None else None
         if grammar is None:
             return Tool(self.name, self.description, custom=True)
-        return Tool(self.name, self.description, custom=True, syntax=grammar.syntax, definition=grammar.definition)
+        syntax = grammar.syntax
+        strict = syntax == "regex"
+        return Tool(self.name, self.description, None, strict, True, syntax, grammar.definition)
 
 
 class ToolDefinition(Body):
