@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
 
 from kvpool.pool import KVPool
-from model.batch import BAD_GRAMMAR, BAD_LOGITS, NO_TOKEN, Batch, Executor, Pending, Row
+from model.batch import BAD_GRAMMAR, BAD_LOGITS, NO_TOKEN, Batch, Executor, Row
 from model.grammar import Grammars
 from model.pooling import Vector
 from scheduler import invariants, isolation
 from scheduler.budget import Budget
 from scheduler.compiling import Compiling
-from scheduler.cost import CostModel, Work
+from scheduler.cost import CostModel
 from scheduler.counters import Counters
+from scheduler.flight import Flight
 from scheduler.limits import Limits
 from scheduler.messages import Abort, FinishReason, Logprob, PromptLogprobs, Started, StepOutput, Submit
 from scheduler.policy import Plan, SchedulerState, plan
@@ -33,18 +33,6 @@ FAILED = "the model failed on this request"
 """All that a client learns of an exception, whose words may be private; `isolation` logs it."""
 MAX_FAILED_STEPS = 8
 """After so many steps in a row without one good row the runner is taken for broken, and step() raises."""
-
-
-@dataclass(slots=True)
-class _Flight:
-    """A step that was launched and not yet collected."""
-
-    plan: Plan
-    batch: Batch
-    pending: Pending
-    work: Work
-    """The plan's, and its drafts."""
-    launched: float
 
 
 class Engine:
@@ -166,7 +154,7 @@ class Engine:
             state.running.sort(key=step.counts.__contains__)
         return step
 
-    def _launch(self, step: Plan) -> _Flight:
+    def _launch(self, step: Plan) -> Flight:
         pool = self._state.pool
         # Adopt before anything is extended: what was matched may lie in the free list.
         for sequence, hit in step.admitted.items():
@@ -200,16 +188,15 @@ class Engine:
             tokens = sequence.tokens
             params = sequence.request.params
             samples = end == len(tokens) and params.max_tokens > 0
-            blocks, matcher = sequence.table.blocks, sequence.matcher
-            row = Row(tokens, sequence.prompt_len, start, count, blocks, params, sequence.index, samples, [], matcher)
-            row.pooled = sequence.request.pooled
+            row = Row(tokens, sequence.prompt_len, start, count, sequence.table.blocks, params, sequence.index, samples)
+            row.matcher, row.pooled = sequence.matcher, sequence.request.pooled
             rows.append(row)
         work = self._speculation.attach(step, rows)
         batch = Batch(rows, pool.take_copies())
         launched = self._clock()
-        return _Flight(step, batch, isolation.launch(self._executor, batch), work, launched)
+        return Flight(step, batch, isolation.launch(self._executor, batch), work, launched)
 
-    def _collect(self, flight: _Flight) -> None:
+    def _collect(self, flight: Flight) -> None:
         outcome = isolation.collect(self._executor, flight.batch, flight.pending)
         seconds = self._clock() - flight.launched
         counters = self._counters

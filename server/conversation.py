@@ -84,10 +84,11 @@ async def turns(generation: Generation, format: AnswerFormat) -> AsyncGenerator[
 
 
 def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
-    """The same error about the same field, by the name that it has on another route."""
-    head, dot, rest = (error.param or "").partition(".")
-    name = names.get(head)
-    if name is not None:
-        error.message = error.message.replace(error.param or head, f"{name}{dot}{rest}", 1)
-        error.param = f"{name}{dot}{rest}"
+    """The same error about the same field, by the name that it has on another route. Of several the longest counts."""
+    given = error.param or ""
+    for name in sorted(names, key=len, reverse=True):
+        if given == name or given.startswith(f"{name}."):
+            error.param = names[name] + given.removeprefix(name)
+            error.message = error.message.replace(given, error.param, 1)
+            break
     return error

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from server.errors import InvalidRequest
 from server.protocol.items import (
     CallItem,
     CallOutputItem,
@@ -20,14 +21,15 @@ from server.protocol.items import (
 )
 from server.protocol.responses import FlatTool, InputFields, ResponseRequest, TextFormat
 from server.protocol.sampling import SamplingFields
+from server.protocol.structured import StructureFields
 
 Message = dict[str, Any]
 CHAT_NAMES = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
     "max_tokens": "max_output_tokens",
+    "response_format.json_schema": "text.format",
     "response_format": "text.format",
-    "structured_outputs": "text.format",
     "reasoning_effort": "reasoning.effort",
 }
 """Fields of a chat, and what the same is called here: for messages about them."""
@@ -81,7 +83,8 @@ def _calls(message: Message) -> list[Any]:
 
 def chat_fields(body: InputFields, value: Mapping[str, Any], items: Iterable[Item]) -> dict[str, Any]:
     """The request as one of /v1/chat/completions. `value`: as it came; `items`: all that is to be answered."""
-    fields = {name: value[name] for name in SamplingFields.model_fields if name in value}
+    same = SamplingFields.model_fields.keys() | StructureFields.model_fields.keys()
+    fields = {name: value[name] for name in same if name in value}
     system = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
     fields["messages"] = [*system, *messages(items)]
     fields["chat_template_kwargs"] = body.chat_template_kwargs
@@ -89,6 +92,8 @@ def chat_fields(body: InputFields, value: Mapping[str, Any], items: Iterable[Ite
         fields["chat_template_kwargs"] = {"verbosity": body.text.verbosity, **body.chat_template_kwargs}
     fields["reasoning_effort"] = body.reasoning.effort
     if body.text.format is not None:
+        if fields.get("response_format") is not None:
+            raise InvalidRequest("response_format: not allowed together with text.format", param="response_format")
         fields["response_format"] = _response_format(body.text.format)
     if body.tools:
         fields["tools"] = list(map(_tool, body.tools))

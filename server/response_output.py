@@ -13,6 +13,7 @@ import secrets
 from collections.abc import Iterable
 from typing import Any
 
+from server.logprobs import ChatToken
 from server.pieces import CallArguments, CallStart, Content, Piece, Reasoning
 
 Event = dict[str, Any]
@@ -31,12 +32,12 @@ class ResponseOutput:
         self._texts: list[str] = []
         """Of the item that is open."""
         self._open: Item | None = None
-        self._logprobs: list[dict[str, Any]] = []
+        self._logprobs: list[ChatToken] = []
         """Of the open message."""
-        self._waiting: list[dict[str, Any]] = []
+        self._waiting: list[ChatToken] = []
         """Of text that is held back."""
 
-    def feed(self, pieces: Iterable[Piece], logprobs: Iterable[dict[str, Any]] = ()) -> list[Event]:
+    def feed(self, pieces: Iterable[Piece], logprobs: Iterable[ChatToken] = ()) -> list[Event]:
         """What the pieces of one step bring. `logprobs`: of its tokens; those of reasoning and calls are left out."""
         events: list[Event] = []
         self._waiting += logprobs
@@ -129,8 +130,8 @@ class ResponseOutput:
         assert self._open is not None
         return {"type": f"response.{kind}", "item_id": self._open["id"], "output_index": self._index, **fields}
 
-    def _text_part(self, text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
-        part = {"type": "output_text", "text": text, "annotations": []}
+    def _text_part(self, text: str, logprobs: list[ChatToken]) -> dict[str, Any]:
+        part: dict[str, Any] = {"type": "output_text", "text": text, "annotations": []}
         return {**part, "logprobs": logprobs} if self._scored else part
 
     @property

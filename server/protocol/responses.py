@@ -10,6 +10,7 @@ from server.errors import Unsupported
 from server.protocol.base import Body, Count, Int, at_most, fault
 from server.protocol.items import Item, parse_items
 from server.protocol.sampling import MAX_LOGPROBS, UNSUPPORTED, SamplingFields
+from server.protocol.structured import StructureFields
 from server.protocol.tools import MAX_TOOLS, CustomFormat
 
 MAX_METADATA = 16
@@ -87,7 +88,7 @@ class ResponseStreamFields(Body):
     include_obfuscation: Annotated[bool, Field(description="accepted; no obfuscation is sent")] = False
 
 
-class InputFields(SamplingFields):
+class InputFields(SamplingFields, StructureFields):
     """What makes up the prompt; /v1/responses/input_tokens counts its tokens."""
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = UNSUPPORTED | {

@@ -55,7 +55,7 @@ class StructuralTag(Body):
 class JsonSchema(Body):
     """`response_format.json_schema`. It constrains whether `strict` or not."""
 
-    name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}\z")]
+    name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
     description: str | None = None
     schema_: Schema = Field(alias="schema")
     strict: bool = False
