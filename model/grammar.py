@@ -17,6 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from typing import TYPE_CHECKING
 
 import llguidance
 import msgspec
@@ -24,8 +25,9 @@ import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 
-from model.batch import Row
-from model.tokenizer import Tokenizer
+if TYPE_CHECKING:
+    from model.batch import Row
+    from model.tokenizer import Tokenizer
 
 Mask = NDArray[np.uint8]
 """One bit a token, the lowest first; a set bit allows it."""
@@ -39,8 +41,9 @@ LIMITS = llguidance.LLParserLimits(
     verbose_errors=False,
 )
 """The library's own, but for the memory of a lexer's states (some 1.5 KB each)."""
-BURST_SECONDS, TOKEN_SECONDS = 0.25, 0.0015
-"""Processor time that a sequence's matcher may take: at once, and for every token more. A usual one takes 0.1 ms."""
+BURST_SECONDS, TOKEN_SECONDS, CALL_SECONDS = 0.25, 0.0015, 0.05
+"""Processor time that a sequence's matcher may take: at once, and for every token more. A usual one takes 0.1 ms. A call
+counts no more than the last: what fell into it may have been Python's garbage collector."""
 CACHED = 64
 """Compiled grammars that are kept."""
 EXACT_CHARS = 256
@@ -206,7 +209,7 @@ class Matcher:
         return self.error is None
 
     def _charge(self, began: float) -> None:
-        self._spent += time.thread_time() - began
+        self._spent += min(time.thread_time() - began, CALL_SECONDS)
         if self._spent > BURST_SECONDS + TOKEN_SECONDS * self.consumed:
             self._fail(f"takes too long to follow: {self._spent:.2f} s for {self.consumed} tokens")
 

@@ -107,13 +107,14 @@ def make_http(service: Service) -> uvicorn.Server:
 def make_loaded(settings: Settings, tokenizer: Tokenizer, ready: Ready) -> Loaded:
     """What requests need of the model. Raises StartError where the chat template is of no use."""
     try:
-        template = settings.chat_template
-        source = tokenizer.chat_template if template is None else template.read_text(encoding="utf-8")
-        formats = detect(source or "", tokenizer, settings.tool_call_parser, settings.reasoning_parser)
+        file = settings.chat_template
+        given = None if file is None else file.read_text(encoding="utf-8")
+        templates = "\n".join(tokenizer.chat_templates.values()) if given is None else given
+        formats = detect(templates, tokenizer, settings.tool_call_parser, settings.reasoning_parser)
         prompts = PromptBuilder(
             tokenizer,
             PromptLimits(ready.max_model_len, ready.vocab_size, ready.num_blocks, ready.block_size),
-            template=source,
+            template=given,
             tool_format=formats.tools or HERMES,
             allow_special_in_content=settings.allow_special_tokens_in_content,
         )

@@ -97,7 +97,8 @@ def chat_fields(body: InputFields, value: Mapping[str, Any], items: Iterable[Ite
         fields["response_format"] = _response_format(body.text.format)
     if body.tools:
         fields["tools"] = list(map(_tool, body.tools))
-        fields["parallel_tool_calls"] = body.parallel_tool_calls
+        if "parallel_tool_calls" in body.model_fields_set:
+            fields["parallel_tool_calls"] = body.parallel_tool_calls
     fields["tool_choice"] = _tool_choice(body.tool_choice)
     if isinstance(body, ResponseRequest):
         fields["max_completion_tokens"] = body.max_output_tokens

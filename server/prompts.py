@@ -34,6 +34,8 @@ MAX_PROMPT_VALUES = 2**20
 """Logprobs, ids and texts of prompt tokens in one answer, all its choices together."""
 MAX_KWARGS_NODES = 10_000
 """Values in chat_template_kwargs, at any depth."""
+TOOL_TEMPLATE = "tool_use"
+"""Some models have a template of this name for conversations with tools."""
 JOB_LENGTH = 64 * 1024
 """Characters or ids that are enough for one job."""
 
@@ -77,6 +79,8 @@ class PromptBuilder:
         self._tokenizer = tokenizer
         source = template or tokenizer.chat_template
         self.template = ChatTemplate(source, tokenizer.special_tokens) if source else None
+        own = None if template else tokenizer.chat_templates.get(TOOL_TEMPLATE)
+        self._tool_template = ChatTemplate(own, tokenizer.special_tokens) if own else self.template
         self._tool_format = tool_format
         self._special = None if allow_special_in_content else SpecialTokens(tokenizer)
         self._vocab_size = min(limits.vocab_size, tokenizer.vocab_size)
@@ -184,29 +188,30 @@ class PromptBuilder:
         return results
 
     def _chat(self, chat: Chat, add_special_tokens: bool) -> Prompt:
-        if self.template is None:
+        template = self._tool_template if chat.tools else self.template
+        if template is None:
             raise TemplateError(
                 "messages: this model has no chat template; use /v1/completions, or start the server with one",
                 param="messages",
             )
-        kwargs = {**self.template.effort(chat.reasoning_effort), **chat.kwargs}
+        kwargs = {**template.effort(chat.reasoning_effort), **chat.kwargs}
         # What the template would not read is not looked at either.
-        chat = replace(chat, kwargs=self.template.accepted(kwargs))
+        chat = replace(chat, kwargs=template.accepted(kwargs))
         if _nodes(chat.kwargs, MAX_KWARGS_NODES) > MAX_KWARGS_NODES:
             raise InvalidRequest(
                 f"chat_template_kwargs: holds more than {MAX_KWARGS_NODES} values", param="chat_template_kwargs"
             )
-        if not (self.template.knows_tools if chat.tools else self.template.knows_calls):
+        if not (template.knows_tools if chat.tools else template.knows_calls):
             chat = described(chat, self._tool_format)
         conversation = (chat.messages, chat.tools, chat.documents)
         # First of all: the search for special tokens holds the GIL, the longer the strings the longer.
         self._bound(sum(map(len, strings(conversation))), "messages")
         self._bound(sum(map(len, strings(chat.kwargs))), "chat_template_kwargs")
-        guard, tag = unused((conversation, chat.kwargs), 2, self.template.source)
+        guard, tag = unused((conversation, chat.kwargs), 2, template.source)
         special = self._special
         mark = str if special is None else lambda text: special.guarded(text, guard)
         # Templates that print objects print a guard as its escape.
-        text = self.template.render(chat, mark, tag).replace(escaped(guard), guard)
+        text = template.render(chat, mark, tag).replace(escaped(guard), guard)
         _encodable(text, "messages")
         self._bound(len(text), "messages")
         if special is None:

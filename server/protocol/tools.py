@@ -66,7 +66,9 @@ class CustomDefinition(Body):
         grammar = self.format.grammar if self.format is not None else None
         if grammar is None:
             return Tool(self.name, self.description, custom=True)
-        return Tool(self.name, self.description, custom=True, syntax=grammar.syntax, definition=grammar.definition)
+        syntax = grammar.syntax
+        strict = syntax == "regex"
+        return Tool(self.name, self.description, None, strict, True, syntax, grammar.definition)
 
 
 class ToolDefinition(Body):
@@ -185,7 +187,9 @@ class ToolFields(Body):
 
     tools: Annotated[list[ToolDefinition], Field(min_length=1, max_length=MAX_TOOLS), at_most(MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
-    parallel_tool_calls: bool = True
+    parallel_tool_calls: (
+        Annotated[bool, Field(description="several calls in one answer; by default, where they are not forced")] | None
+    ) = None
     functions: (
         Annotated[
             list[FunctionDefinition],
@@ -227,7 +231,9 @@ class ToolFields(Body):
         mode = "none" if not tools else "auto" if choice is None else choice.mode
         names = choice.names if choice is not None else None
         allowed = frozenset(tool.name for tool in tools) if names is None else frozenset(name for _, name in names)
-        return ToolUse(tools, mode, allowed, self.parallel_tool_calls and not self.legacy)
+        # A small model that is forced to call, and may call again, never ends.
+        parallel = mode != "required" if self.parallel_tool_calls is None else self.parallel_tool_calls
+        return ToolUse(tools, mode, allowed, parallel and not self.legacy)
 
     @property
     def _choice_field(self) -> tuple[str, Choice | None]:

@@ -24,7 +24,7 @@ from llguidance import LLMatcher, LLTokenizer
 from model.grammar import Vocabulary, compile_grammar, reason
 from server.structured.structure import GrammarError, Structure, serialise
 
-SECONDS = 2.0
+SECONDS = 1.5
 """For one job, by the clock: its client waits."""
 COMPILE_SECONDS = 1.0
 """Of processor time, to compile: the engine's thread will take it again."""

@@ -26,7 +26,7 @@ from server.structured.structure import Structure
 CHECKERS = 2
 """Processes; started when they are first needed."""
 WAIT_SECONDS = 2.0
-"""For a free checker. With a checker's own time it stays under five seconds, whatever others send."""
+"""For a free checker. With a checker's own time, and its start, it stays under five, whatever others send."""
 MAX_CHARS = 256 * 1024
 """Of one source."""
 CACHED, CACHED_CHARS = 256, 2**23
@@ -36,7 +36,7 @@ PACKAGES = Path(model.__file__ or "").resolve().parent.parent
 
 
 class Checker:
-    """One process and what is said to it. Its methods but `kill` are called by one thread at a time."""
+    """One process and what is said to it. All but `kill` is called by one thread at a time."""
 
     def __init__(self, vocabulary: bytes) -> None:
         self._vocabulary = vocabulary
@@ -45,8 +45,7 @@ class Checker:
     def ask(self, job: bytes) -> bytes | None:
         """Its answer; None where it ended instead."""
         try:
-            if self._process is None or self._process.poll() is not None:
-                self._start()
+            self.start()
             process = self._process
             assert process is not None
             answer = _exchange(process, job)
@@ -67,7 +66,10 @@ class Checker:
             process.kill()
             process.communicate()
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Does nothing where it runs. Raises OSError or RuntimeError."""
+        if self._process is not None and self._process.poll() is None:
+            return
         self.close()
         paths = filter(None, [str(PACKAGES), os.environ.get("PYTHONPATH", "")])
         self._process = process = subprocess.Popen(
@@ -97,6 +99,8 @@ class Structures:
         self._free = [Checker(encoded) for _ in range(CHECKERS)]
         self._all = tuple(self._free)
         self._turns = asyncio.Semaphore(CHECKERS)
+        self._starting: asyncio.Future[list[None]] | None = None
+        """Of all processes, once; who comes meanwhile waits for it, and only then for a turn."""
         self._threads = ThreadPoolExecutor(CHECKERS, "octavo-grammar")
         self._known: OrderedDict[Structure, Verdict] = OrderedDict()
         self._chars = 0
@@ -121,6 +125,11 @@ class Structures:
             checker.close()
 
     async def _examined(self, structure: Structure) -> Verdict:
+        if self._starting is None:
+            loop = asyncio.get_running_loop()
+            starts = [loop.run_in_executor(self._threads, checker.start) for checker in self._all]
+            self._starting = asyncio.gather(*starts)
+        await asyncio.shield(self._starting)
         try:
             async with asyncio.timeout(WAIT_SECONDS):
                 await self._turns.acquire()

@@ -117,7 +117,7 @@ CLOSED: dict[str, Schema] = {
 }
 
 OPEN: dict[str, Schema] = {
-    "tree": recursive("node", obj({"value": integer(0, 9), "children": array({"$ref": "#/$defs/node"}, 2)})),
+    "tree": recursive("node", obj({"value": integer(0, 9), "next": {"$ref": "#/$defs/node"}}, ["value"])),
     "list": recursive(
         "cell", obj({"head": integer(0, 9), "tail": {"anyOf": [{"$ref": "#/$defs/cell"}, {"type": "null"}]}})
     ),

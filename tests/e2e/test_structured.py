@@ -18,7 +18,7 @@ from tests.e2e.daemon import Daemon, serve
 from tests.e2e.schemas import CLOSED, OPEN, Schema
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-SEEDS = 4
+SEEDS = 3
 WORDS = (
     *("north", "south", "east", "west", "spring", "summer", "autumn", "winter"),
     *("gold", "silver", "copper", "iron", "river", "mountain"),
@@ -89,11 +89,11 @@ def test_every_schema_is_obeyed_streamed_and_not(daemon: Daemon, temperature: in
 
 def test_open_schemas_are_obeyed_as_far_as_the_text_goes(daemon: Daemon) -> None:
     """Where nothing bounds a text, a small model may talk on to max_tokens; it must not do so with every seed."""
-    bodies = [chat(schema, temperature=0.7, seed=seed) for schema in OPEN.values() for seed in range(SEEDS)]
+    bodies = [chat(schema, temperature=1, seed=seed, max_tokens=200) for schema in OPEN.values() for seed in range(SEEDS)]
     answers = ask_all(daemon, CHAT, bodies)
     for number, (name, schema) in enumerate(OPEN.items()):
         ended = [text for text, finish in answers[number * SEEDS : (number + 1) * SEEDS] if finish == "stop"]
-        assert ended, name
+        assert ended, (name, answers[number * SEEDS])
         for text in ended:
             validate(text, schema)
 
@@ -213,8 +213,8 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "regex in regex": {"structured_outputs": {"regex": "((([a-z]{1,300}){1,300}){1,300}x){1,300}"}},
     "pattern in pattern": {"response_format": format_of({"type": "string", "pattern": "^((a{1,999}){1,999}){1,999}$"})},
     "forced text without an end": {"structured_outputs": {"regex": "a{100000}"}},
-    "anyOf 14 deep": {"response_format": format_of(nested(14))},
-    "60 deep": {"response_format": format_of(deep(50))},
+    "anyOf 9 deep": {"response_format": format_of(nested(9))},
+    "50 deep": {"response_format": format_of(deep(50))},
     "itself": {"response_format": format_of(SELF)},
     "an object in itself": {
         "response_format": format_of({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]})

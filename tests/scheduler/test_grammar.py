@@ -99,8 +99,8 @@ def test_texts_match_and_end(world: type[World]) -> None:
     assert it.streams[plain, 0] == it.expected(plain, 0)
 
 
-def texts(it: World, ids: list[int], n: int) -> list[str]:
-    return [said(it, id, index)[0] for id in ids for index in range(n)]
+def texts(it: World, ids: list[int], n: int) -> list[tuple[str, FinishReason]]:
+    return [said(it, id, index) for id in ids for index in range(n)]
 
 
 PATTERNS = ["(abc){3,9}", "[a-c]{20}z", "(ab|bc|x){5,15}", "a*b*c*(de)+f"]
@@ -110,7 +110,7 @@ PATTERNS = ["(abc){3,9}", "[a-c]{20}z", "(ab|bc|x){5,15}", "a*b*c*(de)+f"]
 def test_preempted_forked_and_drafted_texts_are_those_of_quiet_times(
     world: type[World], hopeful: None, drafts: int
 ) -> None:
-    def run(blocks: int, most: int) -> tuple[list[str], World]:
+    def run(blocks: int, most: int) -> tuple[list[tuple[str, FinishReason]], World]:
         limits = Limits(
             max_num_seqs=16,
             max_num_batched_tokens=64,

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -153,6 +154,42 @@ def test_tools_are_shown_to_a_model_whose_template_knows_none(server: Running, s
     assert prompt(server, smol).startswith("<|im_start|>system\nBe brief.\n\n")
     server.chat(messages=ASK, tools=[WEATHER], tool_choice="none")
     assert "get_weather" not in prompt(server, smol)
+
+
+KNOWING = """{% for tool in tools or [] %}[{{ tool | tojson }}]{% endfor %}
+{% for message in messages %}{{ message.role }}:{{ message.content }}
+{% for call in message.tool_calls or [] %}[TOOL_CALLS]{{ call.function.name }}[ARGS]
+{% for key, value in call.function.arguments.items() %}{{ key }}={{ value }}{% endfor %} #{{ call.id }}
+{% if call.id | length != 9 %}{{ raise_exception("ids have 9 characters") }}{% endif %}
+{% endfor %}{% if message.tool_call_id %}#{{ message.tool_call_id }}
+{% endif %}{% endfor %}"""
+
+
+def test_a_template_that_knows_tools(smol: Tokenizer, tmp_path: Any) -> None:
+    """Gets them as they are, with arguments as objects, and ids as it wants them; the format is the template's."""
+    template = tmp_path / "template.jinja"
+    template.write_text(KNOWING)
+    call = {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": PARIS}}
+    history = [
+        *ASK,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "18 degrees"},
+    ]
+    with running(smol, chat_template=template) as server:
+        say(server, smol, f"[TOOL_CALLS]get_weather[ARGS]{PARIS}")
+        choice = whole(
+            server, messages=history, tools=[{**WEATHER, "function": {**WEATHER["function"], "strict": None}}]
+        )
+        assert functions(choice) == [("get_weather", PARIS)]
+        shown, _ = json.JSONDecoder().raw_decode(prompt(server, smol)[1:])
+        assert shown == WEATHER
+        lines = prompt(server, smol).splitlines()
+        assert "assistant:" in lines
+        (called,) = [line for line in lines if line.startswith("city=Paris #")]
+        assert called.partition(" ")[2] in lines, "the result has the id of its call"
+        assert server.post("/tokenize", {"messages": history, "tools": [WEATHER]}).json()["tokens"] == list(
+            server.engine.submits()[-1].prompt_ids
+        )
 
 
 def test_earlier_calls_and_results(server: Running, smol: Tokenizer) -> None:
