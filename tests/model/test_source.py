@@ -11,7 +11,7 @@ import httpx2
 import huggingface_hub
 import pytest
 from huggingface_hub import errors
-from huggingface_hub.utils import filter_repo_objects
+from huggingface_hub.utils._paths import filter_repo_objects
 
 from model.source import HUB_DUPLICATES, HUB_FILES, ModelNotFound, ModelSource, resolve
 
