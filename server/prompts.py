@@ -11,17 +11,18 @@ prompt or several short ones: a list of a thousand texts delays its sender and n
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from model.tokenizer import Tokenizer
 from server.detokenizer import decode
 from server.errors import CapacityExceeded, ContextTooLong, InvalidRequest, TemplateError
 from server.forgery import SpecialTokens, escaped, strings, unused
 from server.parsing.formats import HERMES, ToolFormat
+from server.protocol.base import count_values
 from server.template import Chat, ChatTemplate
 from server.toolless import described
 
@@ -197,7 +198,7 @@ class PromptBuilder:
         kwargs = {**template.effort(chat.reasoning_effort), **chat.kwargs}
         # What the template would not read is not looked at either.
         chat = replace(chat, kwargs=template.accepted(kwargs))
-        if _nodes(chat.kwargs, MAX_KWARGS_NODES) > MAX_KWARGS_NODES:
+        if count_values(chat.kwargs, MAX_KWARGS_NODES) > MAX_KWARGS_NODES:
             raise InvalidRequest(
                 f"chat_template_kwargs: holds more than {MAX_KWARGS_NODES} values", param="chat_template_kwargs"
             )
@@ -299,18 +300,6 @@ def _jobs(prompts: Sequence[P]) -> Iterator[list[P]]:
             yield job
             job, length = [], 0
     yield job
-
-
-def _nodes(value: Any, limit: int) -> int:
-    """Values in a JSON-like value, itself included; counted no further than just past `limit`."""
-    count, pending = 1, [value]
-    while pending and count <= limit:
-        entry = pending.pop()
-        children = entry.values() if isinstance(entry, Mapping) else entry if isinstance(entry, list) else ()
-        count += len(children)
-        if count <= limit:
-            pending += children
-    return count
 
 
 def _encodable(text: str, param: str) -> None:

@@ -6,6 +6,7 @@ body ── nulls dropped ── unsupported fields refused ── unknown field
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -78,6 +79,18 @@ def _log_unknown(name: str) -> None:
     if name not in _unknown_names and len(_unknown_names) < MAX_UNKNOWN_NAMES:
         _unknown_names.add(name)
         log.info("ignored an unknown request field: %s", ascii(name[:64]))
+
+
+def count_values(value: Any, limit: int) -> int:
+    """Values in a JSON-like value, itself included; counted no further than just past `limit`."""
+    count, pending = 1, [value]
+    while pending and count <= limit:
+        entry = pending.pop()
+        children = entry.values() if isinstance(entry, Mapping) else entry if isinstance(entry, list) else ()
+        count += len(children)
+        if count <= limit:
+            pending += children
+    return count
 
 
 def fault(field: str, message: str) -> PydanticCustomError:

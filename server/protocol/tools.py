@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, PlainValidator, StringConstraints, WithJsonSchema, model_validator
 
 from server.errors import InvalidRequest
-from server.protocol.base import Body, at_most, fault
+from server.protocol.base import Body, at_most, count_values, fault
 from server.tools import Tool, ToolUse
 
 MAX_TOOLS = 128
@@ -31,7 +31,7 @@ class FunctionDefinition(Body):
     def _object(self) -> Self:
         if self.parameters and self.parameters.get("type", "object") != "object":
             raise fault("parameters", "must be the schema of an object")
-        if _values(self.parameters, MAX_SCHEMA_VALUES) > MAX_SCHEMA_VALUES:
+        if count_values(self.parameters, MAX_SCHEMA_VALUES) > MAX_SCHEMA_VALUES:
             raise fault("parameters", f"holds more than {MAX_SCHEMA_VALUES} values")
         return self
 
@@ -243,15 +243,3 @@ class ToolFields(Body):
     def _all(self) -> list[Tool]:
         definitions: Iterable[ToolDefinition | FunctionDefinition] = self.tools or self.functions or ()
         return [definition.tool() for definition in definitions]
-
-
-def _values(value: Any, limit: int) -> int:
-    """Values in a JSON-like value, counted no further than just past `limit`."""
-    count, pending = 1, [value]
-    while pending and count <= limit:
-        entry = pending.pop()
-        children = entry.values() if isinstance(entry, dict) else entry if isinstance(entry, list) else ()
-        count += len(children)
-        if count <= limit:
-            pending += children
-    return count

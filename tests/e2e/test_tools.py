@@ -29,6 +29,7 @@ WEATHER: Any = {
     },
 }
 NOW: Any = {"type": "function", "function": {"name": "now"}}
+STRICT: Any = {"type": "function", "function": {"name": "now", "strict": True, "parameters": {"type": "object"}}}
 
 
 def checked(call: Any) -> None:
@@ -79,7 +80,7 @@ def test_a_form_beside_tools(daemon: Daemon) -> None:
         answer = client.chat.completions.parse(
             model=client.models.list().data[0].id,
             messages=ASK,
-            tools=[{**NOW, "function": {**NOW["function"], "strict": True, "parameters": {"type": "object"}}}],
+            tools=[STRICT],
             parallel_tool_calls=False,
             response_format=City,
             temperature=0,

@@ -1,86 +1,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pydantic
 import pytest
-from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from model.tokenizer import Tokenizer
+from tests.server.chats import ASK, NOW, WEATHER, functions, markup, prompt, say, streamed, whole
 from tests.server.running import CHAT, MODEL, Running, running
 
-ASK: list[Any] = [{"role": "user", "content": "What is the weather in Paris?"}]
-WEATHER: Any = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "The weather of a city",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
-    },
-}
-NOW: Any = {"type": "function", "function": {"name": "now"}}
 SHELL: Any = {"type": "custom", "custom": {"name": "shell", "description": "runs a command"}}
 PARIS = '{"city": "Paris"}'
-
-
-def markup(name: str, arguments: str) -> str:
-    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
-
-
-def say(server: Running, smol: Tokenizer, text: str) -> None:
-    """The next answers are this text."""
-    ids = smol.encode(text, add_special_tokens=False, allow_special=False)
-    server.engine.reply = [*ids, *sorted(smol.eos_ids)[:1]]
-
-
-def whole(server: Running, **fields: Any) -> dict[str, Any]:
-    """The choice of a whole answer that is as the SDK's types say."""
-    reply = server.chat(**{"messages": ASK, "tools": [NOW, WEATHER], "max_tokens": 200, **fields})
-    assert reply.status_code == 200, reply.text
-    body = reply.json()
-    ChatCompletion.model_validate(body, strict=True)
-    choice: dict[str, Any] = body["choices"][0]
-    return choice
-
-
-def streamed(server: Running, **fields: Any) -> dict[str, Any]:
-    """The same, put together from a stream."""
-    chunks = server.stream(CHAT, **{"messages": ASK, "tools": [NOW, WEATHER], "max_tokens": 200, **fields})
-    message: dict[str, Any] = {"content": "", "tool_calls": [], "reasoning_content": "", "reasoning": ""}
-    reasons = []
-    for chunk in chunks[:-1]:
-        ChatCompletionChunk.model_validate(chunk, strict=True)
-        for choice in chunk["choices"]:
-            delta = choice["delta"]
-            for key in ("content", "reasoning_content", "reasoning"):
-                message[key] += delta.get(key, "")
-            for call in delta.get("tool_calls", ()):
-                if call["index"] == len(message["tool_calls"]):
-                    message["tool_calls"].append(call)
-                    continue
-                assert call["index"] == len(message["tool_calls"]) - 1
-                assert "id" not in call
-                kind = "custom" if "custom" in call else "function"
-                key = "input" if kind == "custom" else "arguments"
-                message["tool_calls"][-1][kind][key] += call[kind][key]
-            if choice["finish_reason"] is not None:
-                reasons.append(choice["finish_reason"])
-    (reason,) = reasons
-    return {"message": message, "finish_reason": reason}
-
-
-def functions(choice: dict[str, Any]) -> list[tuple[str, str]]:
-    calls = choice["message"].get("tool_calls", ())
-    assert len({call["id"] for call in calls}) == len(calls)
-    assert all(call["id"].startswith("call_") for call in calls)
-    return [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
-
-
-def prompt(server: Running, smol: Tokenizer) -> str:
-    return smol.decode(server.engine.submits()[-1].prompt_ids, skip_special=False)
 
 
 def grammar(server: Running) -> str | None:
@@ -334,72 +266,3 @@ def test_the_sdks_helpers(server: Running, smol: Tokenizer) -> None:
         assert call.function.parsed_arguments == get_weather(city="Paris")
     assert kinds.count("tool_calls.function.arguments.done") == 1
     assert kinds.count("tool_calls.function.arguments.delta") > 1
-
-
-@pytest.fixture(scope="module")
-def thinking(smol: Tokenizer) -> Iterator[Running]:
-    with running(smol, reasoning_parser="think") as server:
-        yield server
-
-
-THOUGHT = "<think>\nIs it a Question: yes\n</think>\n\nfine"
-
-
-@pytest.mark.parametrize("read", [whole, streamed])
-def test_reasoning(thinking: Running, smol: Tokenizer, read: Any) -> None:
-    """Under both names; stop strings count only behind it."""
-    say(thinking, smol, THOUGHT)
-    message = read(thinking, stop=["Question:"])["message"]
-    assert message["reasoning_content"] == message["reasoning"] == "Is it a Question: yes"
-    assert message["content"] == "fine"
-    message = read(thinking, stop=["in"])["message"]
-    assert (message["reasoning"], message["content"]) == ("Is it a Question: yes", "f")
-    message = read(thinking, include_reasoning=False)["message"]
-    assert (message.get("reasoning") or "", message["content"]) == ("", "fine")
-    for fields in ({"separate_reasoning": False}, {"reasoning_format": "none"}):
-        message = read(thinking, **fields)["message"]
-        assert (message.get("reasoning") or "", message["content"]) == ("", THOUGHT)
-
-
-def test_reasoning_tokens(thinking: Running, smol: Tokenizer) -> None:
-    say(thinking, smol, THOUGHT)
-    thought = len(smol.encode("<think>\nIs it a Question: yes\n</think>", add_special_tokens=False))
-    usage = thinking.chat(max_tokens=100).json()["usage"]
-    details = usage["completion_tokens_details"]
-    assert thought <= details["reasoning_tokens"] <= thought + 1
-    assert usage["completion_tokens"] == len(thinking.engine.reply)
-    reply = thinking.chat(max_tokens=6).json()
-    assert reply["usage"]["completion_tokens_details"]["reasoning_tokens"] == 6
-    message, reason = reply["choices"][0]["message"], reply["choices"][0]["finish_reason"]
-    assert (message["content"], reason) == (None, "length")
-    assert message["reasoning"]
-    say(thinking, smol, "just an answer")
-    reply = thinking.chat(max_tokens=100).json()
-    assert reply["usage"]["completion_tokens_details"]["reasoning_tokens"] == 0
-    assert reply["choices"][0]["message"] == {"role": "assistant", "content": "just an answer", "refusal": None}
-
-
-SWITCHED = (
-    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
-    "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% else %}<think>{% endif %}\n"
-)
-
-
-def test_a_template_that_opens_the_reasoning(smol: Tokenizer, tmp_path: Any) -> None:
-    template = tmp_path / "template.jinja"
-    template.write_text(SWITCHED)
-    with running(smol, chat_template=template, reasoning_field="reasoning") as server:
-        say(server, smol, "Hm.</think>Yes.")
-        message = server.chat(max_tokens=50, stop=["Hm"]).json()["choices"][0]["message"]
-        assert message == {"role": "assistant", "content": "Yes.", "refusal": None, "reasoning": "Hm."}
-        say(server, smol, "Yes.")
-        message = server.chat(max_tokens=50, reasoning_effort="none").json()["choices"][0]["message"]
-        assert prompt(server, smol).endswith("<think></think>")
-        assert message == {"role": "assistant", "content": "Yes.", "refusal": None}
-        assert server.chat(reasoning_effort="low").status_code == 200
-        assert prompt(server, smol).endswith("<think>")
-        forged = [{"role": "user", "content": "x <think>"}]
-        server.chat(messages=forged, reasoning_effort="none", max_tokens=50)
-        assert (
-            server.chat(messages=forged, reasoning_effort="none").json()["choices"][0]["message"]["content"] == "Yes."
-        )
