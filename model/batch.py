@@ -13,14 +13,21 @@ of them too, as far as the guesses are right.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from model.params import Logprob, SamplingParams
+from model.pooling import Vector
+
+if TYPE_CHECKING:
+    from model.grammar import Matcher
 
 NO_TOKEN = -1
 """The row's masks leave no token to draw, and its sequence must end; or there is none to send."""
 BAD_LOGITS = -2
 """The row's logits were not finite; its request must fail, its neighbours must not."""
+
+BAD_GRAMMAR = -3
+"""The row's matcher failed: see `Matcher.error`. As above."""
 
 
 @dataclass(slots=True)
@@ -42,6 +49,10 @@ class Row:
     """Whether a token is drawn after the row's last token."""
     draft: list[int] = field(default_factory=list)
     """Tokens guessed to follow; computed too, so `blocks` covers them. Only where start + count == len(tokens)."""
+    matcher: Matcher | None = None
+    """Says what may be drawn. It has followed `tokens`; the draft is valid to it."""
+    pooled: Vector | None = None
+    """Where `params.pooling` asks for it: what the row's step before this one gave in `StepResult.pooled`."""
 
 
 @dataclass(slots=True)
@@ -58,12 +69,14 @@ class StepResult:
 
     tokens: list[list[int]]
     """What the row drew: the beginning of its draft that it would have drawn anyway, and one token more, which may be
-    NO_TOKEN or BAD_LOGITS. Empty where the row draws nothing."""
+    NO_TOKEN, BAD_LOGITS or BAD_GRAMMAR. Empty where the row draws nothing."""
     logprobs: list[list[Logprob]]
     """Of those that are tokens, where `params.logprobs` asks for it; else empty."""
     prompt_logprobs: list[list[Logprob] | None]
     """Where `params.prompt_logprobs` asks for it: for every computed position p with p + 1 < prompt_len, in order,
     the logprob of tokens[p + 1]."""
+    pooled: dict[int, Vector] = field(default_factory=dict)
+    """By row number, where `params.pooling` asks for it: the states up to the row's last one, pooled."""
 
 
 class Pending(Protocol):

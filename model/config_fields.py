@@ -17,6 +17,21 @@ MAX_JSON = 1 << 22
 
 def read_json(path: Path, limit: int = MAX_JSON) -> dict[str, Any]:
     """The object in a JSON file. Raises ModelError for anything else."""
+    value = _read(path, limit)
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} holds no JSON object")
+    return value
+
+
+def read_list(path: Path, limit: int = MAX_JSON) -> list[Any]:
+    """The list in a JSON file. Raises ModelError for anything else."""
+    value = _read(path, limit)
+    if not isinstance(value, list):
+        raise ModelError(f"{path} holds no JSON list")
+    return value
+
+
+def _read(path: Path, limit: int) -> object:
     try:
         with path.open("rb") as file:
             data = file.read(limit + 1)
@@ -25,11 +40,9 @@ def read_json(path: Path, limit: int = MAX_JSON) -> dict[str, Any]:
     if len(data) > limit:
         raise ModelError(f"{path} is bigger than {limit} bytes")
     try:
-        value = json.loads(data)
+        value: object = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is no JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ModelError(f"{path} holds no JSON object")
     return value
 
 

@@ -6,13 +6,15 @@ all rows and applied with one indexed write per kind, on whatever device the log
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
 from model.batch import Row
+from model.grammar import Mask
+from model.kernels.loaded import Kernels
 
 
 def is_edited(row: Row) -> bool:
@@ -60,6 +62,20 @@ def edit(scores: torch.Tensor, rows: Sequence[Row]) -> None:
             _keep_only(scores[number], row.params.allowed_token_ids)
     at, value = banned.collect()
     banned.flat[at] = value
+
+
+def constrain(scores: torch.Tensor, masks: Mapping[int, Mask], kernels: Kernels | None = None) -> None:
+    """Mask, in place, all tokens of a row but those whose bit is set. masks: by number of the row."""
+    rows, bits = list(masks), torch.from_numpy(np.stack(list(masks.values())))
+    if kernels is not None:
+        kernels.ops.constrain(scores, torch.tensor(rows), bits)
+        return
+    # Eight tokens at a time: what a byte of a mask adds to their scores.
+    table = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], 1, bitorder="little"), 0.0, -np.inf)
+    added = torch.from_numpy(table.astype(np.float32)).to(scores.device)[bits.to(scores.device).int()]
+    vocab = scores.shape[1]
+    for row, line in zip(rows, added.flatten(1), strict=True):
+        scores[row].add_(line[:vocab])
 
 
 def _banned(row: Row) -> list[int]:

@@ -10,12 +10,14 @@ from torch import Tensor
 
 from kvpool.storage import KVStorage
 from model.attention.reference import clean
-from model.batch import Batch, Pending, Row, StepResult
+from model.batch import BAD_GRAMMAR, Batch, Pending, Row, StepResult
 from model.decoder import Model
+from model.grammar import Masks
 from model.inputs import InputBuilder, draws
 from model.kernels.loaded import Kernels
 from model.logprobs import prompt_logprobs
 from model.params import Logprob
+from model.pooling import pooled
 from model.sampler import Sampler
 from model.speculation import agreed, positions
 
@@ -35,6 +37,7 @@ class Runner:
         self._builder = InputBuilder(max_num_batched_tokens, storage.block_size, storage.data.device)
         self._kernels = kernels
         self._sampler = Sampler(kernels)
+        self._masks = Masks()
 
     def execute(self, batch: Batch) -> Pending:
         """Enqueue a step. ValueError where it is larger than the runner, or a row's table is too short."""
@@ -48,21 +51,33 @@ class Runner:
                 clean(self.storage, inputs.opened)
             hidden = self.model.forward(inputs, self.storage)
             logits = self.model.logits(hidden.index_select(0, inputs.sampled)) if len(inputs.sampled) else None
-            prompts = self._prompts(batch.rows, inputs.row_starts.tolist(), hidden)
-        return Step(lambda: self._collect(batch.rows, logits, prompts))
+            starts = inputs.row_starts.tolist()
+            prompts = self._prompts(batch.rows, starts, hidden)
+            states = {n: hidden[starts[n] : starts[n + 1]] for n, row in enumerate(batch.rows) if row.params.pooling}
+        return Step(lambda: self._collect(batch.rows, logits, prompts, states))
 
     def _collect(
-        self, rows: list[Row], logits: Tensor | None, prompts: dict[int, tuple[Tensor, list[int]]]
+        self,
+        rows: list[Row],
+        logits: Tensor | None,
+        prompts: dict[int, tuple[Tensor, list[int]]],
+        states: dict[int, Tensor],
     ) -> StepResult:
         result = StepResult([[] for _ in rows], [[] for _ in rows], [None] * len(rows))
         with torch.inference_mode():
             if logits is not None:
                 drawing = [number for number, row in enumerate(rows) if draws(row)]
-                tokens, logprobs = self._sampler.sample(logits, [p for n in drawing for p in positions(rows[n])])
+                # Before anything waits for the logits: on a GPU they are still being computed.
+                masks = self._masks.fill([rows[number] for number in drawing])
+                tokens, logprobs = self._sampler.sample(logits, [p for n in drawing for p in positions(rows[n])], masks)
                 begin = 0
                 for number in drawing:
-                    draft = rows[number].draft
+                    draft, matcher = rows[number].draft, rows[number].matcher
                     end = begin + 1 + len(draft)
+                    if matcher is not None and matcher.error is not None:
+                        result.tokens[number] = [BAD_GRAMMAR]
+                        begin = end
+                        continue
                     drawn = agreed(draft, tokens[begin:end]) if draft else tokens[begin:end]
                     result.tokens[number] = drawn
                     if rows[number].params.logprobs is not None:
@@ -79,6 +94,10 @@ class Runner:
                     logits = self.model.logits(hidden[begin : begin + PROMPT_ROWS])
                     values += prompt_logprobs(logits, following[begin : begin + PROMPT_ROWS], k, self._kernels)
                 result.prompt_logprobs[number] = values
+            for number, part in states.items():
+                row = rows[number]
+                assert row.params.pooling is not None
+                result.pooled[number] = pooled(part.float().cpu().numpy(), row.pooled, row.params.pooling)
         return result
 
     def _prompts(self, rows: list[Row], row_starts: list[int], hidden: Tensor) -> dict[int, tuple[Tensor, list[int]]]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import msgspec
 
+from model.pooling import Pooling
+
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How one request samples. Validated at the door (`server.protocol`); from there on it is trusted.
 
-    Order of application: penalties, bias, masks (banned, allowed, min_tokens), temperature, top-k, top-p, min-p,
-    then one uniform per (seed, index, position) by inverse CDF. Temperature 0 is argmax.
+    Order of application: penalties, bias, masks (grammar, banned, allowed, min_tokens), temperature, top-k, top-p,
+    min-p, then one uniform per (seed, index, position) by inverse CDF. Temperature 0 is argmax.
     """
 
     max_tokens: int
@@ -36,10 +38,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Token sequences that must not be completed."""
+    grammar: str | None = None
+    """What the output must match from its first token on, in llguidance's serialised form (`model.grammar`)."""
     logprobs: int | None = None
     """None: none; k ≥ 0: the sampled token's logprob and the k likeliest. Of the raw distribution."""
     prompt_logprobs: int | None = None
     """The same for every prompt token but the first. Such a request reads no prefix cache."""
+    pooling: Pooling | None = None
+    """Set: nothing is generated (`max_tokens` is 0); the prompt's hidden states become one vector. A mean needs all of
+    them, so such a request reads no prefix cache either."""
 
 
 class Logprob(msgspec.Struct, frozen=True, array_like=True):

@@ -20,10 +20,13 @@ from model.config_reader import read_config
 from model.decoder import Decoder, Model
 from model.errors import ModelError
 from model.executor import Runner
+from model.grammar import Grammars
 from model.kernels.loaded import load_kernels
 from model.params import SamplingParams
+from model.pooling import EmbeddingConfig, read_embedding
 from model.precision import Precision, choose_device, choose_precision, dtype_name
 from model.source import ModelSource, resolve
+from model.tokenizer import load_tokenizer
 from model.weights import open_weights
 
 Progress = Callable[[str, str], None]
@@ -66,9 +69,12 @@ class LoadedModel:
     attention: str
     max_model_len: int
     max_num_batched_tokens: int
+    grammars: Grammars | None
+    """None where the model has no tokenizer that can be used."""
     rope_switch: int | None
     """Longest sequence, in tokens, that uses a model's short rotary factors; None: it has one kind. A sequence that
     grows past it must be computed anew from its first token, and prefixes of the two kinds must not be shared."""
+    embedding: EmbeddingConfig
 
 
 def load_runner(options: RunnerOptions, progress: Progress = lambda stage, detail: None) -> LoadedModel:
@@ -79,6 +85,7 @@ def load_runner(options: RunnerOptions, progress: Progress = lambda stage, detai
     device = choose_device(options.device)
     source = resolve(options.model)
     config = read_config(source)
+    embedding = read_embedding(source, config.hidden_size)
     kernels = load_kernels(lambda detail: progress("kernels", detail)) if device.type == "cpu" else None
     attention = CpuAttention(kernels) if kernels is not None else ReferenceAttention()
     precision = choose_precision(
@@ -126,6 +133,8 @@ def load_runner(options: RunnerOptions, progress: Progress = lambda stage, detai
     except (RuntimeError, OSError) as error:
         raise ModelError(f"the KV cache of {format_bytes(plan.bytes)} cannot be allocated: {error}") from None
     runner = Runner(model, storage, max_tokens, kernels)
+    progress("grammars", "the tokenizer's tokens as a trie")
+    grammars = load_grammars(source, model.config.vocab_size)
     progress("warm-up", "one step of each kind")
     warm_up(runner, min(max_tokens, max_model_len, plan.num_tokens, 64))
     return LoadedModel(
@@ -142,7 +151,9 @@ def load_runner(options: RunnerOptions, progress: Progress = lambda stage, detai
         attention=attention.name,
         max_model_len=max_model_len,
         max_num_batched_tokens=max_tokens,
+        grammars=grammars,
         rope_switch=model.rope_switch,
+        embedding=embedding,
     )
 
 
@@ -163,6 +174,14 @@ def load_model(
     from model.transformers_model import load_transformers
 
     return load_transformers(source.path, config, attention, precision, device)
+
+
+def load_grammars(source: ModelSource, vocab_size: int) -> Grammars | None:
+    """What structured output needs. None where there is no tokenizer: then prompts can be sent as ids only."""
+    try:
+        return Grammars.of(load_tokenizer(source), vocab_size)
+    except ModelError:
+        return None
 
 
 def warm_up(runner: Runner, count: int) -> None:

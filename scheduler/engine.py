@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
 
 from kvpool.pool import KVPool
-from model.batch import BAD_LOGITS, NO_TOKEN, Batch, Executor, Pending, Row
+from model.batch import BAD_GRAMMAR, BAD_LOGITS, NO_TOKEN, Batch, Executor, Row
+from model.grammar import Grammars
+from model.pooling import Vector
 from scheduler import invariants, isolation
 from scheduler.budget import Budget
-from scheduler.cost import CostModel, Work
+from scheduler.compiling import Compiling
+from scheduler.cost import CostModel
 from scheduler.counters import Counters
+from scheduler.flight import Flight
 from scheduler.limits import Limits
 from scheduler.messages import Abort, FinishReason, Logprob, PromptLogprobs, Started, StepOutput, Submit
 from scheduler.policy import Plan, SchedulerState, plan
@@ -32,18 +35,6 @@ MAX_FAILED_STEPS = 8
 """After so many steps in a row without one good row the runner is taken for broken, and step() raises."""
 
 
-@dataclass(slots=True)
-class _Flight:
-    """A step that was launched and not yet collected."""
-
-    plan: Plan
-    batch: Batch
-    pending: Pending
-    work: Work
-    """The plan's, and its drafts."""
-    launched: float
-
-
 class Engine:
     """One model, one pool, many requests. Not thread-safe; one thread calls step()."""
 
@@ -54,13 +45,15 @@ class Engine:
         limits: Limits,
         clock: Callable[[], float],
         cost: CostModel | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
-        """`clock` gives monotonic seconds."""
+        """`clock` gives monotonic seconds. Without `grammars` requests that have one are refused."""
         self._state = SchedulerState(pool, limits)
         self._executor = executor
         self._clock = clock
         self._capacity = min(limits.max_model_len, pool.num_usable * pool.block_size)
         self._requests: dict[int, Request] = {}
+        self._compiling = Compiling(grammars)
         self._unborn = 0
         self._gone = 0
         """Sequences in the running list that have ended; they leave it before the next plan."""
@@ -83,7 +76,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether step() would compute anything. Where it would not, wait for a message."""
-        return bool(self._state.running or self._state.waiting)
+        return bool(self._state.running or self._state.waiting or self._compiling)
 
     def step(self, inbox: Items[Message] = ()) -> StepOutput:
         """Apply the messages and compute one step, if anybody has work.
@@ -91,13 +84,13 @@ class Engine:
         A row that fails ends alone. Raises only where the runner fails whatever it is given.
         """
         self._report = Report()
-        for message in inbox:
+        for message in self._compiling.ready(inbox, idle=not (self._state.running or self._state.waiting)):
             if isinstance(message, Submit):
                 self._submit(message)
             else:
                 self._abort(message)
         self._sweep()
-        if self.has_work:
+        if self._state.running or self._state.waiting:
             step = self._plan()
             if step.counts:
                 self._collect(self._launch(step))
@@ -115,11 +108,13 @@ class Engine:
         if submit.id in self._requests:
             return  # Ids are never reused; a second one is a resubmission that crossed its first.
         refused = refusal(submit, self._state.limits.max_model_len, pool.num_usable, pool.block_size)
+        if refused is None:
+            request = Request(submit, self._capacity, self._state.limits.rope_switch)
+            refused = self._compiling.attach(request)
         if refused is not None:
             for index in range(max(1, submit.n)):
                 self._report.end(submit.id, index, FinishReason.ERROR, refused)
             return
-        request = Request(submit, self._capacity, self._state.limits.rope_switch)
         self._requests[request.id] = request
         self._unborn += len(request.unborn)
         self._state.closed = False
@@ -159,7 +154,7 @@ class Engine:
             state.running.sort(key=step.counts.__contains__)
         return step
 
-    def _launch(self, step: Plan) -> _Flight:
+    def _launch(self, step: Plan) -> Flight:
         pool = self._state.pool
         # Adopt before anything is extended: what was matched may lie in the free list.
         for sequence, hit in step.admitted.items():
@@ -171,6 +166,7 @@ class Engine:
             sequence.shared = len(hit.blocks) - hit.free
             sequence.preempted = False
             request = sequence.request
+            request.pooled = None
             if not request.started:
                 request.started = True
                 cached = min(hit.tokens, request.prompt_len)
@@ -192,15 +188,15 @@ class Engine:
             tokens = sequence.tokens
             params = sequence.request.params
             samples = end == len(tokens) and params.max_tokens > 0
-            rows.append(
-                Row(tokens, sequence.prompt_len, start, count, sequence.table.blocks, params, sequence.index, samples)
-            )
+            row = Row(tokens, sequence.prompt_len, start, count, sequence.table.blocks, params, sequence.index, samples)
+            row.matcher, row.pooled = sequence.matcher, sequence.request.pooled
+            rows.append(row)
         work = self._speculation.attach(step, rows)
         batch = Batch(rows, pool.take_copies())
         launched = self._clock()
-        return _Flight(step, batch, isolation.launch(self._executor, batch), work, launched)
+        return Flight(step, batch, isolation.launch(self._executor, batch), work, launched)
 
-    def _collect(self, flight: _Flight) -> None:
+    def _collect(self, flight: Flight) -> None:
         outcome = isolation.collect(self._executor, flight.batch, flight.pending)
         seconds = self._clock() - flight.launched
         counters = self._counters
@@ -230,6 +226,9 @@ class Engine:
                 else:
                     self._fail(sequence, "the model's logits for this request are not finite")
                 continue
+            if BAD_GRAMMAR in drawn[:1]:
+                self._fail(sequence, (sequence.matcher and sequence.matcher.error) or FAILED)
+                continue
             if count > 1 or row.start < sequence.prompt_len:
                 counters.computed_tokens += count
             request = sequence.request
@@ -243,6 +242,8 @@ class Engine:
                     counters.drafts += 1
                     counters.drafted_tokens += len(row.draft)
                     counters.accepted_tokens += len(drawn) - 1
+            elif request.params.pooling is not None:
+                self._pool(sequence, result.pooled[number])
             elif sequence.num_computed == len(sequence.tokens):  # Nothing is to be generated, by anyone.
                 for other in request.sequences[::-1]:
                     if other.phase is not Phase.FINISHED:
@@ -276,6 +277,17 @@ class Engine:
             self._report.prompt_logprobs.append(PromptLogprobs(request.id, kept))
             request.prompt_is_sent()
 
+    def _pool(self, sequence: Sequence, pooled: Vector) -> None:
+        """Keep what the prompt comes to so far; at its end send it, and be done."""
+        request = sequence.request
+        request.pooled = pooled
+        if sequence.num_computed == request.prompt_len:
+            if (vector := request.vector()) is None:
+                self._fail(sequence, "the model's hidden states for this request are not finite")
+                return
+            self._report.vector(request.id, vector)
+            self._release(sequence)
+
     def _append(self, sequence: Sequence, token: int, logprob: Logprob | None) -> None:
         request = sequence.request
         if request.unborn:
@@ -285,9 +297,12 @@ class Engine:
             self._release(sequence)
             return
         sequence.tokens.append(token)
-        finish = self._finish(sequence)
-        self._report.token(sequence, token, int(finish), logprob)
-        if finish is not FinishReason.RUNNING:
+        finish, matcher = self._finish(sequence), sequence.matcher
+        complete = matcher is not None and finish != FinishReason.STOP and matcher.follow(sequence.tokens)
+        self._report.token(sequence, token, 0 if complete else int(finish), logprob)
+        if complete:  # Whole also where it has just reached its limit; the token belongs to the text.
+            self._report.end(request.id, sequence.index, FinishReason.STOP)
+        if complete or finish is not FinishReason.RUNNING:
             self._release(sequence)
         elif len(sequence.tokens) - 1 == self._state.limits.rope_switch:
             self._restart(sequence)

@@ -17,7 +17,7 @@ def check(state: SchedulerState, requests: Iterable[Request]) -> None:
 
     The pool's own (`KVPool.check`) over the tables of the running sequences and no others; every living sequence is in
     exactly one place, the one its phase names; num_computed ≤ capacity of the table, and at least one token is left to
-    compute; who does not run holds no block.
+    compute; who does not run holds no block; a matcher has followed every token.
     """
     places = {Phase.RUNNING: list(state.running), Phase.WAITING: list(state.waiting), Phase.UNBORN: list[Sequence]()}
     size = state.pool.block_size
@@ -45,7 +45,9 @@ def check(state: SchedulerState, requests: Iterable[Request]) -> None:
     _require(order == sorted(order), "the waiting queue is out of order")
     for phase, members in places.items():
         for sequence in members:
-            held = len(sequence.table.blocks)
+            held, matcher = len(sequence.table.blocks), sequence.matcher
+            if matcher is not None and matcher.error is None:
+                _require(matcher.consumed == sequence.generated, f"{sequence.rank}: its matcher lags behind")
             computed = sequence.num_computed
             if phase is Phase.RUNNING:
                 _require(computed <= held * size, f"{sequence.rank}: {computed} tokens computed, {held} blocks")

@@ -62,5 +62,6 @@ def collect(executor: Executor, batch: Batch, pending: Pending) -> Outcome:
             whole.result.tokens += outcome.result.tokens
             whole.result.logprobs += outcome.result.logprobs
             whole.result.prompt_logprobs += outcome.result.prompt_logprobs
+            whole.result.pooled.update({start + row: vector for row, vector in outcome.result.pooled.items()})
             whole.failures.update({start + row: failure for row, failure in outcome.failures.items()})
         return whole

@@ -16,16 +16,20 @@ from enum import IntEnum
 import msgspec
 
 from model.params import Logprob, SamplingParams
+from model.pooling import EmbeddingConfig, Pooling
 from scheduler.config import EngineConfig
 
 __all__ = [
     "Abort",
+    "EmbeddingConfig",
     "EngineConfig",
     "EngineStats",
     "Failed",
     "FinishReason",
     "FromEngine",
     "Logprob",
+    "Pooled",
+    "Pooling",
     "Progress",
     "PromptLogprobs",
     "Ready",
@@ -43,7 +47,8 @@ class FinishReason(IntEnum):
 
     RUNNING = 0
     STOP = 1
-    """A stop token id, which is the row's token; or no token (-1), where the request's masks left none to draw."""
+    """A stop token id, which is the row's token; or no token (-1), where the request's masks left none to draw, its
+    grammar is complete, or it wanted none but a vector."""
     LENGTH = 2
     ABORT = 3
     ERROR = 4
@@ -88,6 +93,13 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
     id: int
     values: list[Logprob]
+
+
+class Pooled(msgspec.Struct, frozen=True, array_like=True):
+    """The vector that `SamplingParams.pooling` asks for, as little-endian float32; comes with the request's end."""
+
+    id: int
+    vector: bytes
 
 
 class RowError(msgspec.Struct, frozen=True, array_like=True):
@@ -147,6 +159,7 @@ class StepOutput(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
     """By row number, only where asked for."""
     started: list[Started] = []
     prompt_logprobs: list[PromptLogprobs] = []
+    pooled: list[Pooled] = []
     errors: list[RowError] = []
     stats: EngineStats
     now: float
@@ -177,6 +190,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     """Name of the attention backend."""
     weight_bytes: int
     load_seconds: float
+    embedding: EmbeddingConfig
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):

@@ -153,7 +153,7 @@ def _candidates(state: SchedulerState, step: Plan, running: Items[_Prompt], toke
         if blocks > MAX_BLOCKS:
             break
         blocks += len(sequence.tokens) // pool.block_size if sequence is not head else 0
-        if sequence.request.prompt_values is None:
+        if sequence.request.reads_cache:
             hashes = pool.hashes(sequence.tokens, salt, sequence.hashes)
             if _comes(sequence, coming, pool.block_size):
                 deferred += 1
@@ -255,7 +255,7 @@ def _place(state: SchedulerState, step: Plan, prompts: list[_Prompt], free: int)
         free -= need
         placed.append(prompt)
         step.admitted[prompt.sequence] = hit
-        if prompt.sequence.request.prompt_values is None:
+        if prompt.sequence.request.reads_cache:
             coming.append(_next_block(prompt, size))
     prefill, product, reach = 0, 0.0, 0
     for prompt in placed:

@@ -11,6 +11,8 @@ def refusal(submit: Submit, max_model_len: int, num_blocks: int, block_size: int
         return "prompt: it is empty; at least one token is needed"
     if submit.n < 1:
         return f"n: must be at least 1, not {submit.n}"
+    if submit.params.pooling is not None and (submit.n != 1 or submit.params.max_tokens or any(submit.generated)):
+        return "pooling: only for one sequence that generates nothing"
     if len(submit.generated) not in (0, submit.n):
         return f"generated: {len(submit.generated)} lists for n = {submit.n}"
     # Room for the prompt and one generated token; none is generated where max_tokens is 0.

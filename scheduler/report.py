@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from model.batch import NO_TOKEN
-from scheduler.messages import EngineStats, FinishReason, Logprob, PromptLogprobs, RowError, Started, StepOutput
+from scheduler.messages import EngineStats, FinishReason, Logprob, Pooled, PromptLogprobs, RowError, Started, StepOutput
 from scheduler.sequence import Sequence
 
 
 class Report:
     """Rows in the order in which they are added."""
 
-    __slots__ = ("errors", "finishes", "ids", "indices", "logprobs", "prompt_logprobs", "started", "tokens")
+    __slots__ = ("errors", "finishes", "ids", "indices", "logprobs", "pooled", "prompt_logprobs", "started", "tokens")
 
     def __init__(self) -> None:
         self.ids: list[int] = []
@@ -20,6 +20,7 @@ class Report:
         self.logprobs: dict[int, Logprob] = {}
         self.started: list[Started] = []
         self.prompt_logprobs: list[PromptLogprobs] = []
+        self.pooled: list[Pooled] = []
         self.errors: list[RowError] = []
 
     def token(self, sequence: Sequence, token: int, finish: int, logprob: Logprob | None) -> None:
@@ -40,6 +41,11 @@ class Report:
         self.tokens.append(NO_TOKEN)
         self.finishes.append(int(finish))
 
+    def vector(self, request: int, vector: bytes) -> None:
+        """The pooled prompt, with which a request ends."""
+        self.pooled.append(Pooled(request, vector))
+        self.end(request, 0, FinishReason.STOP)
+
     def output(self, stats: EngineStats, now: float) -> StepOutput:
         return StepOutput(
             ids=self.ids,
@@ -49,6 +55,7 @@ class Report:
             logprobs=self.logprobs,
             started=self.started,
             prompt_logprobs=self.prompt_logprobs,
+            pooled=self.pooled,
             errors=self.errors,
             stats=stats,
             now=now,

@@ -15,7 +15,9 @@ from enum import IntEnum
 import msgspec
 
 from kvpool.table import BlockTable
+from model.grammar import Matcher
 from model.params import Logprob, SamplingParams
+from model.pooling import Vector, finished
 from scheduler.drafter import Drafter
 from scheduler.messages import Submit
 
@@ -44,6 +46,7 @@ class Request:
         "forks",
         "id",
         "params",
+        "pooled",
         "prompt_len",
         "prompt_values",
         "salt",
@@ -67,8 +70,9 @@ class Request:
         collects = submit.params.prompt_logprobs is not None and not resumed
         self.params = submit.params if collects else without_prompt_logprobs(submit.params)
         self.prompt_values: list[Logprob] | None = [] if collects else None
-        """Logprobs of prompt tokens 1, 2, … so far; None once sent or never asked for. While it is a list, the request
-        reads no prefix cache: a cached position has no logits."""
+        """Logprobs of prompt tokens 1, 2, … so far; None once sent or never asked for."""
+        self.pooled: Vector | None = None
+        """Where `params.pooling` asks for it: the hidden states since it was admitted, pooled."""
         limit = min(self.prompt_len + submit.params.max_tokens, capacity)
         self.sequences = [
             Sequence(
@@ -88,6 +92,18 @@ class Request:
             for sequence in self.unborn:
                 sequence.phase = Phase.UNBORN
 
+    @property
+    def reads_cache(self) -> bool:
+        """Not where every position counts: a cached one has keys, and neither logits nor a hidden state."""
+        pooling = self.params.pooling
+        return self.prompt_values is None and (pooling is None or pooling.kind != "mean")
+
+    def vector(self) -> bytes | None:
+        """Of a prompt that is computed; None where it is not finite."""
+        assert self.pooled is not None
+        assert self.params.pooling is not None
+        return finished(self.pooled, self.prompt_len, self.params.pooling)
+
     def prompt_is_sent(self) -> None:
         """The prompt's logprobs are complete and sent: recomputing the prompt need not repeat them."""
         self.prompt_values = None
@@ -104,6 +120,7 @@ class Sequence:
         "hashes",
         "index",
         "limit",
+        "matcher",
         "num_computed",
         "phase",
         "preempted",
@@ -143,6 +160,8 @@ class Sequence:
         """Had a chunk in the last step: whoever needs the same prefix does well to wait for it."""
         self.drafter: Drafter | None = None
         """Made when a draft could first be worth its price; keeps what it knows through preemption."""
+        self.matcher: Matcher | None = None
+        """Has followed what is generated; that a sequence is preempted or computed anew changes nothing for it."""
 
     @property
     def place(self) -> tuple[int, bool, float, int, int]:

@@ -60,7 +60,9 @@ class Speculation:
             if most > 0:
                 if sequence.drafter is None:
                     sequence.drafter = Drafter(sequence.tokens)
-                row.draft = self._covered(sequence, sequence.drafter.draft(price, most))
+                draft = sequence.drafter.draft(price, most)
+                # Where the grammar says that a guess is wrong, nothing behind it can be right.
+                row.draft = self._covered(sequence, draft if row.matcher is None else row.matcher.valid(draft))
                 drafted += len(row.draft)
                 read += GUESS_READS * len(row.draft) * row.start
         return replace(work, rows=work.rows + drafted, context=work.context + int(read))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, Protocol, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -34,12 +34,17 @@ class Answer(Protocol):
         """The whole answer as JSON."""
 
 
-async def respond(http: Request, answer: Answer, stream: bool) -> Response:
-    """Run it. The generation is closed when the response has been sent, or could not be."""
+async def respond(
+    http: Request, answer: Answer, stream: bool, failed: Callable[[RequestError], bytes] = error_frames
+) -> Response:
+    """Run it. The generation is closed when the response has been sent, or could not be.
+
+    `failed`: how a stream of this kind ends that has begun and fails.
+    """
     try:
         if stream:
             await until_disconnect(http, answer.start())
-            return EventStream(_safe(answer), answer.generation.close)
+            return EventStream(_safe(answer, failed), answer.generation.close)
         body = await until_disconnect(http, _run(answer))
     except BaseException:
         answer.generation.close()
@@ -77,13 +82,13 @@ async def _run(answer: Answer) -> bytes:
     return await answer.whole()
 
 
-async def _safe(answer: Answer) -> AsyncGenerator[bytes, None]:
+async def _safe(answer: Answer, failed: Callable[[RequestError], bytes]) -> AsyncGenerator[bytes, None]:
     """The frames; a failure in the middle becomes the last event."""
     try:
         async for frame in answer.frames():
             yield frame
     except RequestError as error:
-        yield error_frames(error)
+        yield failed(error)
     except Exception:
         log.exception("a stream failed")
-        yield error_frames(internal_error())
+        yield failed(internal_error())

@@ -13,6 +13,7 @@ from model.params import Logprob
 from scheduler.messages import FinishReason
 from server.detokenizer import Detokenizer, Vocabulary
 from server.logprobs import TokenEntry, token_entry
+from server.parsing.reasoning import ReasoningFormat, ReasoningSplitter
 from server.stops import StopMatcher, StopStrings
 
 
@@ -44,6 +45,12 @@ class StreamOptions:
     """Stop strings count only where they end after so many tokens."""
     token_ids: bool = False
     """Send events for tokens that bring no text yet."""
+    shown: frozenset[int] = frozenset()
+    """Special tokens that belong to the text in any case: markers of calls and of reasoning."""
+    reasoning: ReasoningFormat | None = None
+    """Where the text begins with reasoning, stop strings count only behind it, and its tokens are counted."""
+    inside: bool = False
+    """The prompt ended with the marker that opens reasoning."""
     new_text: bool = False
     """The output is a text of its own (chat): SentencePiece's leading space goes. Else it continues the prompt."""
 
@@ -67,10 +74,12 @@ class Choice:
         "_options",
         "_scored",
         "_sent",
+        "_splitter",
         "_vocabulary",
         "finish_reason",
         "index",
         "pending_chars",
+        "reasoning_tokens",
         "stop_reason",
         "tokens",
     )
@@ -91,7 +100,10 @@ class Choice:
         self.pending_chars = 0
         self._vocabulary = vocabulary
         self._options = options
-        self._detokenizer = Detokenizer(vocabulary, options.skip_special_tokens, options.new_text)
+        self.reasoning_tokens = 0
+        """Tokens up to the end of the reasoning, its markers included."""
+        self._detokenizer = Detokenizer(vocabulary, options.skip_special_tokens, options.new_text, options.shown)
+        self._splitter = None if options.reasoning is None else ReasoningSplitter(options.reasoning, options.inside)
         self._matcher = StopMatcher(stops) if stops.strings else None
         self._scored = scored
         self._entries: deque[TokenEntry] = deque()
@@ -126,12 +138,27 @@ class Choice:
     def _add(self, token: int, logprob: Logprob | None) -> None:
         text = self._detokenizer.push(token)
         if self._scored:
-            shown = not self._options.skip_special_tokens or not self._vocabulary.is_special(token)
+            options = self._options
+            shown = not options.skip_special_tokens or token in options.shown or not self._vocabulary.is_special(token)
             self._entries.append(token_entry(self._vocabulary, token, text, self._length, logprob, shown))
         self._push(text)
 
     def _push(self, text: str) -> None:
         self._length += len(text)
+        if self._splitter is not None:
+            text = self._behind_reasoning(self._splitter, text)
+        self._match(text)
+
+    def _behind_reasoning(self, splitter: ReasoningSplitter, text: str) -> str:
+        """What stop strings are looked for in; the reasoning is sent."""
+        open_before = splitter.inside or splitter.undecided
+        block, _, rest = splitter.push(text)
+        if open_before and splitter.opened:
+            self.reasoning_tokens = len(self.tokens)
+        self._send(block)
+        return rest
+
+    def _match(self, text: str) -> None:
         if self._matcher is None:
             self._send(text)
             return
@@ -147,6 +174,12 @@ class Choice:
                 last = self._entries.pop()
                 self._entries.append(replace(last, text=last.text + tail))
             self._push(tail)
+            if self.finish_reason is not None:
+                return
+        if self._splitter is not None:
+            if self._splitter.inside:
+                self.reasoning_tokens = len(self.tokens)
+            self._match(self._splitter.finish()[2])
             if self.finish_reason is not None:
                 return
         self.finish_reason = "stop" if stopped else "length"

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 import uvicorn
 
 from model.errors import ModelError
+from model.grammar import Vocabulary
 from model.source import ModelSource, resolve
 from model.tokenizer import GenerationDefaults, Tokenizer, load_tokenizer
 from scheduler.messages import Progress, Ready
@@ -30,10 +31,13 @@ from server.connection import Connection
 from server.engine_client import EngineClient, EngineFailed
 from server.errors import RequestError, Unavailable
 from server.metrics import Metrics
+from server.parsing.detect import detect
+from server.parsing.formats import HERMES
 from server.prompts import PromptBuilder, PromptLimits
 from server.sampling import Sampling
 from server.service import Loaded, Service
 from server.settings import Settings
+from server.structured.compiler import Structures
 from server.supervisor import WORKER, Supervisor
 
 log = logging.getLogger("octavo")
@@ -103,11 +107,15 @@ def make_http(service: Service) -> uvicorn.Server:
 def make_loaded(settings: Settings, tokenizer: Tokenizer, ready: Ready) -> Loaded:
     """What requests need of the model. Raises StartError where the chat template is of no use."""
     try:
-        template = settings.chat_template
+        file = settings.chat_template
+        given = None if file is None else file.read_text(encoding="utf-8")
+        templates = "\n".join(tokenizer.chat_templates.values()) if given is None else given
+        formats = detect(templates, tokenizer, settings.tool_call_parser, settings.reasoning_parser)
         prompts = PromptBuilder(
             tokenizer,
             PromptLimits(ready.max_model_len, ready.vocab_size, ready.num_blocks, ready.block_size),
-            template=None if template is None else template.read_text(encoding="utf-8"),
+            template=given,
+            tool_format=formats.tools or HERMES,
             allow_special_in_content=settings.allow_special_tokens_in_content,
         )
     except (RequestError, OSError, UnicodeError) as error:
@@ -115,7 +123,9 @@ def make_loaded(settings: Settings, tokenizer: Tokenizer, ready: Ready) -> Loade
     defaults = tokenizer.generation_defaults if settings.generation_config == "auto" else GenerationDefaults()
     if defaults != GenerationDefaults():
         report(Progress("sampling", f"defaults of the model's generation_config: {defaults}"))
-    return Loaded(ready, tokenizer, prompts, Sampling(tokenizer, defaults, ready.vocab_size, settings.seed))
+    sampling = Sampling(tokenizer, defaults, ready.vocab_size, settings.seed)
+    structures = Structures(Vocabulary.of(tokenizer, ready.vocab_size))
+    return Loaded(ready, tokenizer, prompts, sampling, formats, structures)
 
 
 class Daemon:
@@ -162,7 +172,7 @@ class Daemon:
             await asyncio.gather(http, loading, return_exceptions=True)
             await self._supervisor.stop()
             if self.service.loaded is not None:
-                self.service.loaded.prompts.close()
+                self.service.loaded.close()
 
     async def _load(self) -> None:
         """Everything between an open port and a server that is ready."""

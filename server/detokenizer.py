@@ -27,19 +27,29 @@ class Vocabulary(Protocol):
 class Detokenizer:
     """One sequence's tokens as text."""
 
-    __slots__ = ("_skip_special", "_strip", "_vocabulary", "_waiting")
+    __slots__ = ("_shown", "_skip_special", "_strip", "_vocabulary", "_waiting")
 
-    def __init__(self, vocabulary: Vocabulary, skip_special_tokens: bool = True, new_text: bool = True) -> None:
-        """`new_text`: nothing stands before these tokens, so that SentencePiece's leading space is no text."""
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        skip_special_tokens: bool = True,
+        new_text: bool = True,
+        shown: frozenset[int] = frozenset(),
+    ) -> None:
+        """`new_text`: nothing stands before these tokens, so that SentencePiece's leading space is no text.
+
+        `shown`: special tokens that are text all the same.
+        """
         self._vocabulary = vocabulary
         self._skip_special = skip_special_tokens
+        self._shown = shown
         self._strip = new_text and vocabulary.strips_leading_space
         self._waiting = b""
         """The beginning of a character."""
 
     def push(self, token_id: int) -> str:
         """The text that this token completes, "" where there is none."""
-        if self._skip_special and self._vocabulary.is_special(token_id):
+        if self._skip_special and self._vocabulary.is_special(token_id) and token_id not in self._shown:
             return ""
         data = self._vocabulary.token_bytes(token_id)
         if self._strip and data:
@@ -64,7 +74,7 @@ class Detokenizer:
 
     def copy(self) -> Detokenizer:
         """One that goes on from here by itself."""
-        twin = Detokenizer(self._vocabulary, self._skip_special, new_text=False)
+        twin = Detokenizer(self._vocabulary, self._skip_special, new_text=False, shown=self._shown)
         twin._strip = self._strip
         twin._waiting = self._waiting
         return twin

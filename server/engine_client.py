@@ -153,6 +153,9 @@ class EngineClient:
                     stream.prompt_logprobs(values.values)
                 except Exception:
                     self._broken(stream)
+        for pooled in step.pooled:
+            if stream := live.get(pooled.id):
+                stream.vector = pooled.vector
         logprobs = step.logprobs
         messages = {error.row: error.message for error in step.errors}
         for row, (id, index, token, finish) in enumerate(

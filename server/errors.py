@@ -12,6 +12,17 @@ from typing import Any, ClassVar
 import orjson
 from starlette.responses import Response
 
+ANTHROPIC_PATH = "/v1/messages"
+ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+"""By status, what Anthropic calls a failure."""
 INTERNAL_MESSAGE = "The server failed to answer this request."
 
 
@@ -53,6 +64,13 @@ class RequestError(Exception):
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code, **self.numbers}
         return {"error": error}
 
+    def anthropic(self) -> dict[str, Any]:
+        """Anthropic's error object, for the routes that speak its protocol. It has no place for `param` and `code`, so
+        that they are extra."""
+        kind = ANTHROPIC_TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
+        error = {"type": kind, "message": self.message, "param": self.param, "code": self.code, **self.numbers}
+        return {"type": "error", "error": error}
+
 
 class InvalidRequest(RequestError, status=400, code="invalid_value"):
     """Bad JSON, wrong type, out of range, mutually exclusive fields."""
@@ -68,6 +86,10 @@ class ContextTooLong(RequestError, status=400, code="context_length_exceeded"):
 
 class CapacityExceeded(RequestError, status=400, code="kv_capacity_exceeded"):
     """The request could never fit the KV pool."""
+
+
+class InvalidGrammar(RequestError, status=400, code="invalid_grammar"):
+    """A schema, regex or grammar that is wrong, cannot be enforced, or takes too long to compile."""
 
 
 class TemplateError(RequestError, status=400, code="template_error"):
@@ -124,8 +146,12 @@ def internal_error() -> EngineError:
     return EngineError(INTERNAL_MESSAGE, code="internal_error")
 
 
-def error_response(error: RequestError) -> Response:
-    """The HTTP answer to a failed request."""
+def error_response(error: RequestError, path: str = "") -> Response:
+    """The HTTP answer to a failed request; `path` of its URL, on which the shape depends."""
+    anthropic = path == ANTHROPIC_PATH or path.startswith(ANTHROPIC_PATH + "/")
     return Response(
-        orjson.dumps(error.body()), status_code=error.status, headers=error.headers, media_type="application/json"
+        orjson.dumps(error.anthropic() if anthropic else error.body()),
+        status_code=error.status,
+        headers=error.headers,
+        media_type="application/json",
     )

@@ -50,13 +50,20 @@ class Generation:
         self._arrival = arrival
         self._reasons: list[list[str]] = []
         """Per stream, the finish reasons that its reader got."""
+        self._collected = 0
+        """Streams whose answers `collect` has given."""
         self._timers: list[asyncio.TimerHandle] = []
         self._closed = False
 
     def submit(self, jobs: Sequence[Job], options: StreamOptions) -> None:
-        """Send everything to the engine. Raises Overloaded, or Unavailable where the engine is gone."""
+        """Send everything to the engine. Raises Overloaded, or Unavailable where the engine is gone.
+
+        May be called again: what has been let in with its first prompts is not refused with its later ones.
+        """
         service, tokenizer = self._service, self.loaded.tokenizer
-        service.admission.check_tokens(sum(len(job.prompt_ids) for job in jobs))
+        first = not self.streams
+        if first:
+            service.admission.check_tokens(sum(len(job.prompt_ids) for job in jobs))
         for job in jobs:
 
             def stream(id: int, job: Job = job) -> RequestStream:
@@ -76,14 +83,15 @@ class Generation:
             self.streams.append(opened)
             self._reasons.append([])
             service.metrics.live.add(opened)
-            self._watch(opened)
+            self._watch(opened, first)
 
     async def collect(self) -> list[list[SequenceResult]]:
-        """The whole answers, per prompt. Raises what a stream failed with."""
+        """The whole answers of the prompts submitted since the last time. Raises what a stream failed with."""
         results: list[list[SequenceResult]] = []
-        for number, stream in enumerate(self.streams):
+        for stream, reasons in zip(self.streams[self._collected :], self._reasons[self._collected :], strict=True):
             results.append(await stream.collect())
-            self._reasons[number] += [str(result.finish_reason) for result in results[-1]]
+            reasons += [str(result.finish_reason) for result in results[-1]]
+        self._collected = len(self.streams)
         return results
 
     async def batches(self) -> AsyncGenerator[tuple[int, list[TextEvent]], None]:
@@ -108,6 +116,7 @@ class Generation:
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": sum(stream.usage.cached_tokens for stream in self.streams)},
+            "completion_tokens_details": {"reasoning_tokens": sum(stream.reasoning_tokens for stream in self.streams)},
         }
 
     def close(self) -> None:
@@ -122,8 +131,8 @@ class Generation:
             self._service.metrics.end(stream, self._endpoint, _outcome(stream, reasons))
         self._service.admission.release(self._sequences)
 
-    def _watch(self, stream: RequestStream) -> None:
-        """Arm the deadlines of --queue-timeout and --request-timeout."""
+    def _watch(self, stream: RequestStream, first: bool) -> None:
+        """Arm the deadlines of --request-timeout and, for the `first` prompts of a request, of --queue-timeout."""
         settings, client = self._service.settings, self._service.client
         loop = asyncio.get_running_loop()
         spent = self._service.clock() - self._arrival
@@ -132,7 +141,7 @@ class Generation:
             if not queued_only or stream.timings.scheduled is None:
                 client.fail(stream, DeadlineExceeded(f"The request {what} within {limit:g} s."))
 
-        if settings.queue_timeout:
+        if settings.queue_timeout and first:
             seconds = settings.queue_timeout
             self._timers.append(loop.call_later(seconds - spent, late, seconds, "did not start", True))
         if settings.request_timeout:

@@ -14,7 +14,7 @@ from scheduler.messages import StepOutput
 from server.streams import RequestStream
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
-ENDPOINTS = ("completions", "chat")
+ENDPOINTS = ("completions", "chat", "embeddings", "responses", "messages")
 STATUSES = (200, 400, 401, 404, 408, 413, 415, 429, 499, 500, 503)
 METHODS = frozenset({"GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE"})
 

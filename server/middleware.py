@@ -126,7 +126,7 @@ class ApiKeys:
         known = sum([hmac.compare_digest(digest, expected) for expected in self._digests])
         if not known and scope["path"] not in self._open:
             error = AuthenticationError("The API key is missing or wrong.")
-            await error_response(error)(scope, receive, send)
+            await error_response(error, scope["path"])(scope, receive, send)
             return
         if known:
             scope.setdefault("state", {})["key_digest"] = digest

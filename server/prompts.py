@@ -11,17 +11,20 @@ prompt or several short ones: a list of a thousand texts delays its sender and n
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from model.tokenizer import Tokenizer
 from server.detokenizer import decode
 from server.errors import CapacityExceeded, ContextTooLong, InvalidRequest, TemplateError
 from server.forgery import SpecialTokens, escaped, strings, unused
+from server.parsing.formats import HERMES, ToolFormat
+from server.protocol.base import count_values
 from server.template import Chat, ChatTemplate
+from server.toolless import described
 
 T = TypeVar("T")
 P = TypeVar("P", str, list[int], str | list[int])
@@ -32,6 +35,8 @@ MAX_PROMPT_VALUES = 2**20
 """Logprobs, ids and texts of prompt tokens in one answer, all its choices together."""
 MAX_KWARGS_NODES = 10_000
 """Values in chat_template_kwargs, at any depth."""
+TOOL_TEMPLATE = "tool_use"
+"""Some models have a template of this name for conversations with tools."""
 JOB_LENGTH = 64 * 1024
 """Characters or ids that are enough for one job."""
 
@@ -65,14 +70,19 @@ class PromptBuilder:
         limits: PromptLimits,
         *,
         template: str | None = None,
+        tool_format: ToolFormat = HERMES,
         allow_special_in_content: bool = False,
         threads: int = 2,
     ) -> None:
-        """`template`: Jinja source to use instead of the model's own. Raises TemplateError where it is no template."""
+        """`template`: Jinja source to use instead of the model's own. `tool_format`: how tools are explained where it
+        knows none. Raises TemplateError where it is no template."""
         self.limits = limits
         self._tokenizer = tokenizer
         source = template or tokenizer.chat_template
         self.template = ChatTemplate(source, tokenizer.special_tokens) if source else None
+        own = None if template else tokenizer.chat_templates.get(TOOL_TEMPLATE)
+        self._tool_template = ChatTemplate(own, tokenizer.special_tokens) if own else self.template
+        self._tool_format = tool_format
         self._special = None if allow_special_in_content else SpecialTokens(tokenizer)
         self._vocab_size = min(limits.vocab_size, tokenizer.vocab_size)
         self._token_bytes = max(len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size))
@@ -83,36 +93,43 @@ class PromptBuilder:
         return await self.threaded(lambda: self._chat(chat, add_special_tokens))
 
     async def completion(
-        self, prompts: Sequence[str | list[int]], *, add_special_tokens: bool = True, limit: int | None = None
+        self,
+        prompts: Sequence[str | list[int]],
+        *,
+        add_special_tokens: bool = True,
+        limit: int | None = None,
+        param: str = "prompt",
     ) -> list[Prompt]:
         """Each prompt's ids. One BOS at most is put before text, also where the text itself begins with it.
 
-        `limit`: tokens that several prompts may have together.
+        `limit`: tokens that several prompts may have together. `param`: the request's field.
         """
         total = 0
 
         def build(prompt: str | list[int]) -> Prompt:
             nonlocal total
-            built = self._completion(prompt, add_special_tokens)
+            built = self._completion(prompt, add_special_tokens, param)
             total += len(built.ids)
             if limit is not None and total > limit and len(prompts) > 1:
                 raise InvalidRequest(
-                    f"prompt: the {len(prompts)} prompts have more than {limit} tokens together, and no more may wait",
-                    param="prompt",
+                    f"{param}: the {len(prompts)} prompts have more than {limit} tokens together, and no more may wait",
+                    param=param,
                 )
             return built
 
         return await self.each(build, prompts)
 
-    async def encode(self, text: str, *, add_special_tokens: bool, allow_special: bool = True) -> list[int]:
+    async def encode(
+        self, text: str, *, add_special_tokens: bool, allow_special: bool = True, param: str = "prompt"
+    ) -> list[int]:
         """A text's ids, as /tokenize shows them; the text need not fit the context."""
 
         def work() -> list[int]:
-            _encodable(text, "prompt")
+            _encodable(text, param)
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens, allow_special=allow_special)
 
         if len(text) > MAX_ENCODED_CHARS:
-            raise InvalidRequest(f"prompt: {len(text)} characters are more than {MAX_ENCODED_CHARS}", param="prompt")
+            raise InvalidRequest(f"{param}: {len(text)} characters are more than {MAX_ENCODED_CHARS}", param=param)
         return await self.threaded(work)
 
     async def decode(self, ids: list[int], *, skip_special_tokens: bool = False, param: str = "tokens") -> str:
@@ -172,26 +189,30 @@ class PromptBuilder:
         return results
 
     def _chat(self, chat: Chat, add_special_tokens: bool) -> Prompt:
-        if self.template is None:
+        template = self._tool_template if chat.tools else self.template
+        if template is None:
             raise TemplateError(
                 "messages: this model has no chat template; use /v1/completions, or start the server with one",
                 param="messages",
             )
+        kwargs = {**template.effort(chat.reasoning_effort), **chat.kwargs}
         # What the template would not read is not looked at either.
-        chat = replace(chat, kwargs=self.template.accepted(chat.kwargs))
-        if _nodes(chat.kwargs, MAX_KWARGS_NODES) > MAX_KWARGS_NODES:
+        chat = replace(chat, kwargs=template.accepted(kwargs))
+        if count_values(chat.kwargs, MAX_KWARGS_NODES) > MAX_KWARGS_NODES:
             raise InvalidRequest(
                 f"chat_template_kwargs: holds more than {MAX_KWARGS_NODES} values", param="chat_template_kwargs"
             )
+        if not (template.knows_tools if chat.tools else template.knows_calls):
+            chat = described(chat, self._tool_format)
         conversation = (chat.messages, chat.tools, chat.documents)
         # First of all: the search for special tokens holds the GIL, the longer the strings the longer.
         self._bound(sum(map(len, strings(conversation))), "messages")
         self._bound(sum(map(len, strings(chat.kwargs))), "chat_template_kwargs")
-        guard, tag = unused((conversation, chat.kwargs), 2, self.template.source)
+        guard, tag = unused((conversation, chat.kwargs), 2, template.source)
         special = self._special
         mark = str if special is None else lambda text: special.guarded(text, guard)
         # Templates that print objects print a guard as its escape.
-        text = self.template.render(chat, mark, tag).replace(escaped(guard), guard)
+        text = template.render(chat, mark, tag).replace(escaped(guard), guard)
         _encodable(text, "messages")
         self._bound(len(text), "messages")
         if special is None:
@@ -201,14 +222,14 @@ class PromptBuilder:
             text = text.replace(guard, "")
         return Prompt(self._whole(ids, add_special_tokens, "messages"), text)
 
-    def _completion(self, prompt: str | list[int], add_special_tokens: bool) -> Prompt:
+    def _completion(self, prompt: str | list[int], add_special_tokens: bool, param: str) -> Prompt:
         if isinstance(prompt, str):
-            self._bound(len(prompt), "prompt")
-            _encodable(prompt, "prompt")
+            self._bound(len(prompt), param)
+            _encodable(prompt, param)
             ids = self._tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
-            return Prompt(self._whole(ids, add_special_tokens, "prompt"), prompt)
-        ids = self._whole(prompt, False, "prompt")
-        self._check_ids(ids, "prompt")
+            return Prompt(self._whole(ids, add_special_tokens, param), prompt)
+        ids = self._whole(prompt, False, param)
+        self._check_ids(ids, param)
         return Prompt(ids)
 
     def _whole(self, ids: list[int], added: bool, param: str) -> list[int]:
@@ -279,18 +300,6 @@ def _jobs(prompts: Sequence[P]) -> Iterator[list[P]]:
             yield job
             job, length = [], 0
     yield job
-
-
-def _nodes(value: Any, limit: int) -> int:
-    """Values in a JSON-like value, itself included; counted no further than just past `limit`."""
-    count, pending = 1, [value]
-    while pending and count <= limit:
-        entry = pending.pop()
-        children = entry.values() if isinstance(entry, Mapping) else entry if isinstance(entry, list) else ()
-        count += len(children)
-        if count <= limit:
-            pending += children
-    return count
 
 
 def _encodable(text: str, param: str) -> None:

@@ -18,6 +18,8 @@ RANDOM_SEED = -1
 SEED_MASK = 2**63 - 1
 MAX_MASK_IDS = 2**20
 """Ids in the masks of a request's prompts: each prompt goes to the engine with its own copy."""
+MAX_GRAMMARS_CHARS = 2**22
+"""The same of its grammar."""
 
 
 class Sampling:
@@ -30,12 +32,19 @@ class Sampling:
         self._random = random.Random(seed) if seed is not None else random.SystemRandom()
 
     def params(
-        self, request: GenerationRequest, *, logprobs: int | None, prompt_logprobs: int | None, prompts: int = 1
+        self,
+        request: GenerationRequest,
+        *,
+        logprobs: int | None,
+        prompt_logprobs: int | None,
+        prompts: int = 1,
+        grammar: str | None = None,
     ) -> Callable[[int], SamplingParams]:
         """What to tell the engine, as a cheap function of a prompt's `max_tokens`; it draws the seed that is missing.
 
         This itself tokenises the bad words and walks long lists: once a request, in a thread. `prompts`: how many
-        there are. Raises InvalidRequest for ids outside the vocabulary, and for too many ids.
+        there are. `grammar`: as `Structures.grammar` gave it. Raises InvalidRequest for ids outside the vocabulary,
+        and for too many ids.
         """
         defaults = self._defaults
         self._check_ids("logit_bias", request.logit_bias)
@@ -53,6 +62,12 @@ class Sampling:
                 f"{MAX_MASK_IDS} ids",
                 param="prompt",
             )
+        if len(grammar or "") * prompts > MAX_GRAMMARS_CHARS:
+            raise InvalidRequest(
+                f"prompt: {prompts} prompts, each with a grammar of {len(grammar or '')} characters, are more than "
+                f"{MAX_GRAMMARS_CHARS} characters",
+                param="prompt",
+            )
         common = SamplingParams(
             max_tokens=0,
             seed=0,
@@ -68,6 +83,7 @@ class Sampling:
             stop_token_ids=tuple(stops),
             allowed_token_ids=allowed,
             bad_words=bad_words,
+            grammar=grammar,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
         )

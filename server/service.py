@@ -14,9 +14,12 @@ from server.admission import Admission
 from server.engine_client import EngineClient
 from server.errors import NotFound, Unavailable
 from server.metrics import Metrics
+from server.parsing.detect import AnswerFormats
 from server.prompts import PromptBuilder
 from server.sampling import Sampling
 from server.settings import Settings
+from server.store import ResponseStore
+from server.structured.compiler import Structures
 from server.version import VERSION
 
 
@@ -28,6 +31,13 @@ class Loaded:
     tokenizer: Tokenizer
     prompts: PromptBuilder
     sampling: Sampling
+    formats: AnswerFormats
+    structures: Structures
+
+    def close(self) -> None:
+        """Ends threads and processes."""
+        self.prompts.close()
+        self.structures.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +62,7 @@ class Service:
     loaded: Loaded | None = None
     draining: bool = False
     clock: Callable[[], float] = time.monotonic
+    responses: ResponseStore = field(default_factory=ResponseStore)
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -84,8 +95,14 @@ class Service:
 
     def caller(self, http: Request, cache_salt: str | None, user: str) -> Caller:
         """From the key that `ApiKeys` found, else from what the request says."""
-        digest: bytes = http.scope.get("state", {}).get("key_digest", b"")
+        digest = self.owner(http)
         return Caller(digest.hex()[:16] or user, digest + (cache_salt or "").encode())
+
+    @staticmethod
+    def owner(http: Request) -> bytes:
+        """Whose stored responses a request may see: those of its key; without keys, everybody's."""
+        digest: bytes = http.scope.get("state", {}).get("key_digest", b"")
+        return digest
 
     def check_model(self, name: str | None) -> str:
         """The name under which to answer; no name means the only model. Raises NotFound."""

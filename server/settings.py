@@ -100,6 +100,15 @@ class Settings(BaseSettings):
         None, "Model", "context length in tokens; by default the model's own", "TOKENS", ge=16, le=2**24
     )
     chat_template: FilePath | None = flag(None, "Model", "Jinja file to use instead of the model's template", "FILE")
+    tool_call_parser: Literal["auto", "none", "hermes", "llama3_json", "mistral", "granite", "pythonic"] = flag(
+        "auto", "Model", "format of tool calls; auto: what the chat template names; none: calls stay text"
+    )
+    reasoning_parser: Literal["auto", "none", "think", "mistral", "thinking", "thought", "reasoning", "granite"] = flag(
+        "auto", "Model", "markers of reasoning; auto: what the chat template names; none: reasoning stays text"
+    )
+    reasoning_field: Literal["both", "reasoning_content", "reasoning"] = flag(
+        "both", "Model", "field of chat answers that holds reasoning: reasoning_content, reasoning, or both"
+    )
     generation_config: Literal["auto", "none"] = flag(
         "auto", "Model", "default sampling values: auto, the model's generation_config; none, OpenAI's"
     )

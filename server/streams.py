@@ -83,6 +83,8 @@ class RequestStream:
         self.timings = Timings(submit.arrival)
         self.prompt_values: list[Logprob] | None = None
         """What the engine sent for prompt tokens 1, 2, …"""
+        self.vector: bytes | None = None
+        """The pooled prompt, where `params.pooling` asks for it: little-endian float32, there with the end."""
         self.error: RequestError | None = None
         self.cancelled = False
         """The reader left before the end."""
@@ -112,6 +114,11 @@ class RequestStream:
     def tokens(self) -> list[list[int]]:
         """Per sequence, everything generated so far."""
         return [choice.tokens for choice in self._choices]
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Of the completion tokens, those that were reasoning."""
+        return sum(choice.reasoning_tokens for choice in self._choices)
 
     @property
     def done(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 import jinja2
 
 from server.errors import RequestError, TemplateError, Unsupported
+from server.parsing.reasoning import REASONING_FORMATS
 from server.sandbox import Refused, Sandbox
 
 MAX_TEMPLATE_CHARS = 1_000_000
@@ -21,6 +23,13 @@ MAX_MESSAGE = 500
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "chat_template", "tokenize"})
 """Variables that `chat_template_kwargs` cannot set."""
 
+SWITCHES = ("enable_thinking", "thinking")
+"""Variables by which templates turn reasoning on and off."""
+EFFORTS = ("minimal", "low", "medium", "high", "xhigh", "max")
+
+_NINE = re.compile(r"\|\s*length\s*[!=]=\s*9\b")
+"""Mistral's templates refuse ids of calls that have not 9 letters and digits."""
+_SHORT = re.compile(r"[A-Za-z0-9]{9}")
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 Message = dict[str, Any]
@@ -36,6 +45,7 @@ class Chat:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     """The prompt ends with the last message's content, so that the model goes on with it."""
+    reasoning_effort: str | None = None
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     """chat_template_kwargs: only what the template reads gets there, and nothing that is reserved."""
 
@@ -65,6 +75,13 @@ class ChatTemplate:
         except (RecursionError, SyntaxError, MemoryError):  # of Python's own compiler
             raise TemplateError("chat template: nested too deeply") from None
         self._knows_developer = "developer" in source
+        self.knows_tools = "tools" in self.variables
+        self.knows_calls = "tool_calls" in source
+        """Of earlier messages."""
+        self._short_ids = bool(_NINE.search(source))
+        self._switch = next((name for name in SWITCHES if name in self.variables), None)
+        self._degrees = "reasoning_effort" in self.variables
+        self._thinking = any(format.close in source for format in REASONING_FORMATS.values())
 
     def render(self, chat: Chat, mark: Callable[[str], str] = str, tag: str = "\ufdd0") -> str:
         """The prompt's text. `mark` is applied to every string of the client's; `tag` is a character in none of them.
@@ -117,6 +134,29 @@ class ChatTemplate:
         # Where the template strips content, the blank behind the tag is gone, and blanks before it have to go too.
         return text[:end] if text.startswith(f"{tag} ", end) else text[:end].rstrip()
 
+    def effort(self, effort: str | None) -> dict[str, Any]:
+        """The template's own variables for a `reasoning_effort`. Raises Unsupported where it has none for it.
+
+        A template that only has a switch tells no degrees apart: all but none turn reasoning on.
+        """
+        if effort is None or (effort == "none" and self._thinks_not):
+            return {}
+        switch = {} if self._switch is None else {self._switch: effort != "none"}
+        degree = {"reasoning_effort": effort} if self._degrees and effort != "none" else {}
+        if not switch and not degree:
+            supported = [*(["none"] if self._thinks_not else []), *(EFFORTS if self._degrees else [])]
+            what = ", ".join(supported) or "none of them; leave it out"
+            raise Unsupported(
+                f"reasoning_effort: {effort} is not supported by this model's chat template (supported: {what})",
+                param="reasoning_effort",
+            )
+        return switch | degree
+
+    @property
+    def _thinks_not(self) -> bool:
+        """The template knows nothing of reasoning."""
+        return self._switch is None and not self._degrees and not self._thinking
+
     def accepted(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Those that the template reads and a client may set."""
         names = self.variables - RESERVED - self._tokens.keys()
@@ -132,6 +172,8 @@ class ChatTemplate:
         if result.get("role") == "developer" and not self._knows_developer:
             result["role"] = "system"
         result["content"] = _content(message.get("content"))
+        if self._short_ids:
+            _shorten(result)
         if parse_arguments and "tool_calls" in result:
             result["tool_calls"] = [_parsed(call) for call in result["tool_calls"]]
         return result
@@ -170,10 +212,17 @@ def _parsed(call: Message) -> Message:
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
     try:
-        arguments = json.loads(function["arguments"])
+        arguments = json.loads(function["arguments"] or "{}")
     except (ValueError, RecursionError):
         return call
     return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
+
+
+def _shorten(message: Message) -> None:
+    """Ids of calls in 9 letters and digits, the same ones for the same id."""
+    for holder, key in ((message, "tool_call_id"), *((call, "id") for call in message.get("tool_calls", ()))):
+        if (id := holder.get(key)) and not _SHORT.fullmatch(id):
+            holder[key] = hashlib.blake2b(id.encode("utf-8", "replace"), digest_size=8).hexdigest()[:9]
 
 
 def _folded(messages: Sequence[Mapping[str, Any]]) -> list[Message] | None:

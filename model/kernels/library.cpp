@@ -8,6 +8,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <limits>
 #include <mutex>
 #include <string>
 #include <utility>
@@ -360,6 +361,31 @@ Tensor draw(const Tensor& logits, const Tensor& wishes) {
   return tokens;
 }
 
+// Every token of a row whose bit in the row's mask is not set becomes -inf. scores [any, vocab] float32, changed in place;
+// rows [n]; masks [n, bytes] uint8, the lowest bit first.
+void constrain(const Tensor& scores, const Tensor& rows, const Tensor& masks) {
+  const int64_t n = rows.size(0), vocab = scores.size(1), bytes = masks.size(1);
+  checked(scores, at::kFloat, {scores.size(0), vocab}, "scores"), checked(rows, at::kLong, {n}, "rows");
+  checked(masks, at::kByte, {n, bytes}, "masks");
+  TORCH_CHECK(8 * bytes >= vocab, "masks are too short");
+  constexpr float never = -std::numeric_limits<float>::infinity();
+  for (int64_t i = 0; i < n; i++) {
+    const int64_t row = pointer<int64_t>(rows)[i];
+    TORCH_CHECK(row >= 0 && row < scores.size(0), "there is no row ", row);
+    float* score = pointer<float>(scores) + row * vocab;
+    const uint8_t* mask = pointer<uint8_t>(masks) + i * bytes;
+    for (int64_t token = 0; token < vocab; token += 8) {
+      const uint8_t allowed = mask[token / 8];
+      if (allowed == 0 && token + 8 <= vocab) {
+        std::fill_n(score + token, 8, never);
+      } else if (allowed != 0xFF) {
+        for (int64_t bit = 0; bit < 8 && token + bit < vocab; bit++)
+          if (!(allowed >> bit & 1)) score[token + bit] = never;
+      }
+    }
+  }
+}
+
 // Of one token in each of some rows: values [n, 1 + most] float64 and numbers [n, 1 + most], see Sampling::logprobs.
 std::tuple<Tensor, Tensor> logprobs(const Tensor& logits, const Tensor& rows, const Tensor& tokens,
                                     const Tensor& counts, int64_t most) {
@@ -398,6 +424,7 @@ LIBRARY(OCTAVO_LIBRARY, m) {
       .def("spent", &Decoder::spent);
   m.def("attention", &attention);
   m.def("attends", &attends);
+  m.def("constrain", &constrain);
   m.def("draw", &draw);
   m.def("logprobs", &logprobs);
 }

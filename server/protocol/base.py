@@ -6,6 +6,7 @@ body ── nulls dropped ── unsupported fields refused ── unknown field
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -61,7 +62,7 @@ class Body(BaseModel):
         if not isinstance(data, dict):
             return data
         present = {name: value for name, value in data.items() if value is not None}
-        for name in present.keys() - cls.model_fields.keys():
+        for name in present.keys() - {field.alias or name for name, field in cls.model_fields.items()}:
             if name not in cls.unsupported:
                 _log_unknown(name)
             elif present[name] not in cls.unsupported[name]:
@@ -80,15 +81,30 @@ def _log_unknown(name: str) -> None:
         log.info("ignored an unknown request field: %s", ascii(name[:64]))
 
 
+def count_values(value: Any, limit: int) -> int:
+    """Values in a JSON-like value, itself included; counted no further than just past `limit`."""
+    count, pending = 1, [value]
+    while pending and count <= limit:
+        entry = pending.pop()
+        children = entry.values() if isinstance(entry, Mapping) else entry if isinstance(entry, list) else ()
+        count += len(children)
+        if count <= limit:
+            pending += children
+    return count
+
+
 def fault(field: str, message: str) -> PydanticCustomError:
     """What a validator of a whole object raises to name one of its fields. `message` holds no braces."""
     return PydanticCustomError("fault", message, {"field": field})
 
 
-def invalid(error: ValidationError) -> InvalidRequest:
-    """The first fault of a body, named by its dotted path. Input is never echoed: it may be large, or private."""
+def invalid(error: ValidationError, *before: str | int) -> InvalidRequest:
+    """The first fault of a body, named by its dotted path. Input is never echoed: it may be large, or private.
+
+    `before`: the path to what was validated, where it is not the body itself.
+    """
     first = error.errors(include_url=False, include_input=False)[0]
-    place = [*first["loc"], *([first["ctx"]["field"]] if first["type"] == "fault" else [])]
+    place = [*before, *first["loc"], *([first["ctx"]["field"]] if first["type"] == "fault" else [])]
     path = ".".join(str(part) for part in place if part != "[key]")
     message = first["msg"].removeprefix("Value error, ")
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""

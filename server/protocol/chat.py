@@ -9,6 +9,7 @@ from pydantic import Field, PlainValidator, StringConstraints, WithJsonSchema, m
 from server.errors import InvalidRequest, Unsupported
 from server.protocol.base import Body, Count, Int, fault
 from server.protocol.sampling import MAX_LOGPROBS, UNSUPPORTED, GenerationRequest
+from server.protocol.tools import ToolFields
 
 MAX_MESSAGES = 4096
 TEXT_PARTS = {"text": "text", "refusal": "refusal"}
@@ -60,39 +61,60 @@ Content = Annotated[
 ]
 
 
+CallName = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+
+
 class FunctionCall(Body):
-    name: Annotated[str, StringConstraints(min_length=1, max_length=256)]
+    name: CallName
     arguments: str = ""
+
+
+class CustomCall(Body):
+    name: CallName
+    input: str = ""
 
 
 class ToolCall(Body):
     """A call that an assistant made earlier in the conversation."""
 
     id: str = ""
-    type: Literal["function"] = "function"
-    function: FunctionCall
+    type: Literal["function", "custom"] = "function"
+    function: FunctionCall | None = None
+    custom: CustomCall | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        if (self.function is None) != (self.type == "custom") or (self.custom is None) != (self.type == "function"):
+            raise fault(self.type, f"a call of type {self.type} has this field, and no other kind's")
+        return self
 
 
 class Message(Body):
-    role: Literal["developer", "system", "user", "assistant", "tool"]
+    role: Literal["developer", "system", "user", "assistant", "tool", "function"]
     content: Content | None = None
     name: Annotated[str, StringConstraints(max_length=256)] | None = None
     reasoning_content: str | None = None
+    reasoning: Annotated[str, Field(description="the same as reasoning_content")] | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=128)] | None = None
     tool_call_id: str | None = None
+    function_call: Annotated[FunctionCall, Field(description="deprecated: tool_calls")] | None = None
 
     @model_validator(mode="after")
     def _complete(self) -> Self:
         if self.role == "tool" and self.tool_call_id is None:
             raise fault("tool_call_id", "a tool message needs tool_call_id")
-        if self.content is None and self.role != "assistant":
+        if self.role != "assistant" and (self.tool_calls or self.function_call):
+            raise fault("tool_calls", f"a {self.role} message makes no calls")
+        if self.content is None and self.role not in ("assistant", "function"):
             raise fault("content", f"a {self.role} message needs content")
-        if self.content is None and not self.tool_calls:
+        if self.content is None and self.role == "assistant" and not (self.tool_calls or self.function_call):
             raise fault("content", "an assistant message needs content or tool_calls")
+        if self.tool_calls and self.function_call:
+            raise fault("function_call", "not allowed together with tool_calls")
         return self
 
 
-class ChatFields(Body):
+class ChatFields(ToolFields):
     """What turns messages into a prompt; /tokenize takes it too."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
@@ -100,6 +122,7 @@ class ChatFields(Body):
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict, max_length=64)
     add_special_tokens: bool = False
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
 
     @model_validator(mode="after")
     def _end(self) -> Self:
@@ -117,14 +140,10 @@ class ChatFields(Body):
 
 
 CHAT_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "functions": (),
-    "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "audio": (),
     "web_search_options": (),
-    "reasoning_effort": ("none",),
+    "stream_reasoning": (True,),
     "documents": ([],),
     "chat_template": (),
     "echo": (False,),
@@ -142,6 +161,11 @@ class ChatRequest(ChatFields, GenerationRequest):
     max_tokens: Annotated[Count, Field(ge=1, description="deprecated: max_completion_tokens")] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    include_reasoning: Annotated[bool, Field(description="false: reasoning is left out of the answer")] = True
+    separate_reasoning: Annotated[bool, Field(description="false: reasoning stays in the content")] = True
+    reasoning_format: Annotated[
+        Literal["auto", "deepseek", "none"], Field(description="none: the same as separate_reasoning: false")
+    ] = "auto"
 
     @model_validator(mode="after")
     def _fit(self) -> Self:
@@ -152,6 +176,10 @@ class ChatRequest(ChatFields, GenerationRequest):
                 f"min_tokens: must not exceed max_tokens ({self.min_tokens} > {self.limit})", param="min_tokens"
             )
         return self
+
+    @property
+    def splits_reasoning(self) -> bool:
+        return self.separate_reasoning and self.reasoning_format != "none"
 
     @property
     def limit_field(self) -> str:

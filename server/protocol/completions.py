@@ -28,7 +28,7 @@ def _check_ids(ids: list[int]) -> list[int]:
     return ids
 
 
-def parse_prompt(value: object) -> list[str | list[int]]:
+def parse_prompt(value: object, *, most: int = MAX_PROMPTS) -> list[str | list[int]]:
     """One prompt per entry, from a string, a list of token ids, or a list of either. Raises ValueError."""
     if isinstance(value, str):
         return [value]
@@ -38,8 +38,8 @@ def parse_prompt(value: object) -> list[str | list[int]]:
         raise ValueError("must not be an empty list")
     # Lengths come first: a list of millions takes its time even where nobody wants it.
     one = type(value[0]) is int
-    if not one and len(value) > MAX_PROMPTS:
-        raise ValueError(f"at most {MAX_PROMPTS} prompts are allowed, not {len(value)}")
+    if not one and len(value) > most:
+        raise ValueError(f"at most {most} prompts are allowed, not {len(value)}")
     for ids in [value] if one else value:
         if isinstance(ids, list) and len(ids) > MAX_IDS:
             raise ValueError(f"at most {MAX_IDS} token ids are allowed, not {len(ids)}")

@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field, StringConstraints, WithJsonSchema, 
 
 from server.errors import InvalidRequest
 from server.protocol.base import Body, Count, Int, TokenId, at_most
+from server.protocol.structured import StructureFields
 
 MAX_N = 128
 MAX_STOPS = 64
@@ -63,19 +64,7 @@ LogitBias = Annotated[
 ]
 SaltString = Annotated[str, StringConstraints(min_length=1, max_length=128, pattern=r"^[^@/\\\x00]*$")]
 
-TEXT_FORMAT = {"type": "text"}
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    # constrained output
-    "response_format": (TEXT_FORMAT,),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "grammar": ("",),
-    "json_schema": (),
-    "regex": (),
-    "ebnf": (),
     # choosing among more sequences than are returned
     "use_beam_search": (False,),
     "length_penalty": (1,),
@@ -122,10 +111,8 @@ class StreamFields(Body):
     """Accepted; no obfuscation is sent."""
 
 
-class GenerationRequest(Body):
-    """How to generate. A value that is absent comes from the model's generation_config, else it is neutral."""
-
-    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = UNSUPPORTED
+class SamplingFields(Body):
+    """How to draw tokens. A value that is absent comes from the model's generation_config, else it is neutral."""
 
     model: Annotated[str, StringConstraints(min_length=1, max_length=1024)] | None = None
     min_tokens: Count = 0
@@ -138,8 +125,6 @@ class GenerationRequest(Body):
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     logit_bias: LogitBias = Field(default_factory=dict)
     seed: Annotated[Int, Field(ge=-(2**63), le=2**63 - 1, description="-1: as if absent")] | None = None
-    n: Annotated[Int, Field(ge=1, le=MAX_N)] = 1
-    best_of: Annotated[Int, Field(ge=1, le=MAX_N)] | None = None
     stop: Stops = Field(default_factory=list)
     stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=128)
     include_stop_str_in_output: bool = False
@@ -152,14 +137,23 @@ class GenerationRequest(Body):
         ]
         | None
     ) = None
+    priority: Annotated[Int, Field(ge=-(2**63), le=2**63 - 1, description="lower runs first")] = 0
+    cache_salt: SaltString | None = None
+    user: Annotated[str, StringConstraints(max_length=1024)] = ""
+
+
+class GenerationRequest(SamplingFields, StructureFields):
+    """How to generate, and what to tell of it."""
+
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = UNSUPPORTED
+
+    n: Annotated[Int, Field(ge=1, le=MAX_N)] = 1
+    best_of: Annotated[Int, Field(ge=1, le=MAX_N)] | None = None
     prompt_logprobs: Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     stream: bool = False
     stream_options: StreamFields | None = None
-    priority: Annotated[Int, Field(ge=-(2**63), le=2**63 - 1, description="lower runs first")] = 0
-    cache_salt: SaltString | None = None
-    user: Annotated[str, StringConstraints(max_length=1024)] = ""
 
     @model_validator(mode="after")
     def _agree(self) -> Self:

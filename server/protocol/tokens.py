@@ -45,6 +45,14 @@ class TokenizeChatRequest(ChatFields):
     return_token_strs: bool = False
 
 
+class PromptRequest(ChatFields):
+    """A conversation whose prompt is asked for, or counted; what only shapes the answer is not looked at."""
+
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = CHAT_UNSUPPORTED
+
+    model: str | None = None
+
+
 class DetokenizeRequest(Body):
     """`tokens` (vLLM, llama.cpp) or `ids` (TGI)."""
 

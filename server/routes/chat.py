@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import orjson
@@ -12,13 +13,17 @@ from fastapi import APIRouter, Request, Response
 
 from server.answer import respond
 from server.body import read_object, validate
-from server.generation import Generation, Job
+from server.chat_reply import REASONING_FIELDS, ChatReply
+from server.conversation import begin
+from server.generation import Generation
+from server.history import normalized
 from server.logprobs import TokenEntry, chat_logprobs, prompt_logprobs
-from server.prompts import check_values
+from server.parsing.answer import AnswerFormat, AnswerParser
+from server.pieces import joined
 from server.protocol.chat import ChatFields, ChatRequest
 from server.service import Caller, Service, service_of
 from server.sse import DONE, TEXT, Frames
-from server.streams import SequenceResult, StreamOptions, TextEvent
+from server.streams import SequenceResult, TextEvent
 from server.template import Chat
 
 router = APIRouter()
@@ -43,7 +48,9 @@ def conversation(model: type[C], value: dict[str, Any]) -> tuple[C, Chat]:
     """The request, and what the template gets of it. Takes its time where there are thousands of messages."""
     body = validate(model, value)
     return body, Chat(
-        messages=[message.model_dump(exclude_none=True) for message in body.messages],
+        messages=normalized(message.model_dump(exclude_none=True) for message in body.messages),
+        tools=body.use.shown(),
+        reasoning_effort=body.reasoning_effort,
         add_generation_prompt=body.generation_prompt,
         continue_final_message=body.continue_final_message,
         kwargs=body.chat_template_kwargs,
@@ -58,6 +65,12 @@ class ChatAnswer:
         self._body = body
         self._chat = chat
         self._caller = caller
+        self._format = AnswerFormat()
+        self._reply = ChatReply(
+            REASONING_FIELDS[service.settings.reasoning_field] if body.include_reasoning else (),
+            frozenset(tool.name for tool in body.use.tools if tool.custom),
+            body.legacy,
+        )
         self._fixed: dict[str, Any] = {
             "id": f"chatcmpl-{generation.id}",
             "object": "chat.completion.chunk" if body.stream else "chat.completion",
@@ -67,30 +80,13 @@ class ChatAnswer:
         }
 
     async def start(self) -> None:
-        body, caller = self._body, self._caller
-        prompts, sampling = self.generation.loaded.prompts, self.generation.loaded.sampling
-        logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        params, prompt = await asyncio.gather(
-            prompts.threaded(lambda: sampling.params(body, logprobs=logprobs, prompt_logprobs=body.prompt_logprobs)),
-            prompts.chat(self._chat, add_special_tokens=body.add_special_tokens),
-        )
-        scored = 0 if body.prompt_logprobs is None else body.prompt_logprobs + 1
-        check_values(len(prompt.ids), scored + body.n * body.return_token_ids, "prompt_logprobs" if scored else "n")
-        max_tokens = prompts.max_tokens(len(prompt.ids), body.limit, param="messages", field=body.limit_field)
-        options = StreamOptions(
-            stop=tuple(body.stop),
-            include_stop=body.include_stop_str_in_output,
-            skip_special_tokens=body.skip_special_tokens,
-            min_tokens=body.min_tokens,
-            token_ids=body.return_token_ids,
-            new_text=not body.continue_final_message,
-        )
-        job = Job(prompt.ids, params(max_tokens), body.n, body.priority, caller.tenant, caller.salt)
-        self.generation.submit([job], options)
+        self._format = await begin(self.generation, self._body, self._chat, self._caller)
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
         body = self._body
-        frames = Frames(self._fixed, body.include_usage, lambda index: self._delta(TextEvent(index, TEXT)))
+        frames = Frames(
+            self._fixed, body.include_usage, lambda index: self._delta(TextEvent(index, ""), {"content": TEXT})
+        )
         plain = not (body.logprobs or body.return_token_ids or body.usage_in_every_chunk)
 
         def framed(choices: list[bytes]) -> bytes:
@@ -100,12 +96,13 @@ class ChatAnswer:
             return b"".join(frames.with_usage(choice, usage) for choice in choices)
 
         yield framed([self._role(index) for index in range(body.n)])
+        choices = [_Streamed(index, AnswerParser(self._format)) for index in range(body.n)]
         async for _, batch in self.generation.batches():
             data = b"".join(
                 [
                     frames.text(event.index, event.text)
-                    if plain and event.finish_reason is None
-                    else framed(self._chunks(event))
+                    if plain and event.finish_reason is None and self._format.plain
+                    else framed(self._chunks(event, choices[event.index]))
                     for event in batch
                 ]
             )
@@ -132,11 +129,13 @@ class ChatAnswer:
         return orjson.dumps(whole)
 
     def _choice(self, result: SequenceResult) -> dict[str, Any]:
+        parser = AnswerParser(self._format)
+        pieces = parser.feed(result.text) + parser.finish()
         choice: dict[str, Any] = {
             "index": result.index,
-            "message": {"role": "assistant", "content": result.text, "refusal": None},
+            "message": self._reply.message(pieces),
             "logprobs": None if result.logprobs is None else self._logprobs(result.logprobs),
-            "finish_reason": result.finish_reason,
+            "finish_reason": self._finish_reason(parser, result.finish_reason),
             "stop_reason": result.stop_reason,
         }
         if self._body.return_token_ids:
@@ -158,23 +157,44 @@ class ChatAnswer:
             choice["prompt_token_ids"] = self.generation.streams[0].submit.prompt_ids
         return orjson.dumps(choice)
 
-    def _chunks(self, event: TextEvent) -> list[bytes]:
-        """A chunk with what the event brought, where it brought anything, and one with the end, where it is one."""
-        chunks = []
-        if event.text or event.logprobs or (self._body.return_token_ids and event.token_ids):
-            chunks.append(orjson.dumps(self._delta(event)))
+    def _finish_reason(self, parser: AnswerParser, reason: str | None) -> str | None:
+        return None if reason is None else self._reply.finish_reason(parser.finish_reason(reason))
+
+    def _chunks(self, event: TextEvent, choice: _Streamed) -> list[bytes]:
+        """A chunk for every piece that the event brought, and one with the end, where it is one. Logprobs and ids come
+        with the first of them, which brings nothing else where there is no piece."""
+        pieces = choice.parser.feed(event.text)
         if event.finish_reason is not None:
-            end = {"index": event.index, "delta": {}, "logprobs": None, "finish_reason": event.finish_reason}
+            pieces += choice.parser.finish()
+        deltas = self._reply.deltas(joined(pieces), choice.customs)
+        if not deltas and (event.logprobs or (self._body.return_token_ids and event.token_ids)):
+            deltas = [{"content": ""} if self._format.plain else {}]
+        chunks = []
+        for number, delta in enumerate(deltas):
+            chunks.append(orjson.dumps(self._delta(event, delta, first=not number)))
+        if event.finish_reason is not None:
+            reason = self._finish_reason(choice.parser, event.finish_reason)
+            end = {"index": event.index, "delta": {}, "logprobs": None, "finish_reason": reason}
             chunks.append(orjson.dumps({**end, "stop_reason": event.stop_reason}))
         return chunks
 
-    def _delta(self, event: TextEvent) -> dict[str, Any]:
+    def _delta(self, event: TextEvent, delta: dict[str, Any], first: bool = True) -> dict[str, Any]:
         choice: dict[str, Any] = {
             "index": event.index,
-            "delta": {"content": event.text},
-            "logprobs": self._logprobs(event.logprobs) if event.logprobs else None,
+            "delta": delta,
+            "logprobs": self._logprobs(event.logprobs) if event.logprobs and first else None,
             "finish_reason": None,
         }
         if self._body.return_token_ids:
-            choice["token_ids"] = event.token_ids
+            choice["token_ids"] = event.token_ids if first else ()
         return choice
+
+
+@dataclass(slots=True)
+class _Streamed:
+    """One choice of a stream."""
+
+    index: int
+    parser: AnswerParser
+    customs: set[int] = field(default_factory=set)
+    """Calls of custom tools."""

@@ -61,9 +61,16 @@ class CompletionAnswer:
         prompts, sampling = self.generation.loaded.prompts, self.generation.loaded.sampling
         asked = [k for k in (body.logprobs if body.echo else None, body.prompt_logprobs) if k is not None]
         highest = max(asked, default=None)
+        grammar = await self.generation.loaded.structures.grammar(body.structure)
         params, built = await asyncio.gather(
             prompts.threaded(
-                lambda: sampling.params(body, logprobs=body.logprobs, prompt_logprobs=highest, prompts=len(body.prompt))
+                lambda: sampling.params(
+                    body,
+                    logprobs=body.logprobs,
+                    prompt_logprobs=highest,
+                    prompts=len(body.prompt),
+                    grammar=grammar,
+                )
             ),
             self._built(),
         )

@@ -9,7 +9,9 @@ import orjson
 from fastapi import APIRouter, Request, Response
 
 from server.body import read_object, validate
-from server.protocol.tokens import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
+from server.detokenizer import Detokenizer
+from server.prompts import Prompt
+from server.protocol.tokens import DetokenizeRequest, PromptRequest, TokenizeChatRequest, TokenizeRequest
 from server.routes.chat import conversation
 from server.service import Loaded, service_of
 from server.template import Chat
@@ -40,7 +42,7 @@ async def _tokenized(
     loaded: Loaded, body: TokenizeRequest | TokenizeChatRequest, chat: Chat | None
 ) -> Callable[[], Any]:
     """The answer, still to be made: every token's text in it takes its time."""
-    prompts, text = loaded.prompts, loaded.tokenizer.token_text
+    prompts = loaded.prompts
     if chat is not None or isinstance(body, TokenizeChatRequest):
         assert chat is not None
         ids = (await prompts.chat(chat, add_special_tokens=body.add_special_tokens)).ids
@@ -48,11 +50,33 @@ async def _tokenized(
         ids = await prompts.encode(body.prompt, add_special_tokens=body.add_special_tokens)
     elif body.content is not None:
         ids = await prompts.encode(body.content, add_special_tokens=body.add_special, allow_special=body.parse_special)
-        return lambda: {"tokens": [{"id": id, "piece": text(id)} for id in ids] if body.with_pieces else ids}
+        return lambda: {"tokens": [{"id": id, "piece": _piece(loaded, id)} for id in ids] if body.with_pieces else ids}
     else:
         ids = await prompts.encode(body.inputs or "", add_special_tokens=True)
         return lambda: _spans(loaded, ids)
     return lambda: _vllm(loaded, ids, body.return_token_strs)
+
+
+@router.post("/apply-template", operation_id="apply_template")
+async def apply_template(http: Request) -> Response:
+    """The text of the prompt that a conversation becomes."""
+    prompt = await _prompt(http)
+    return _json({"prompt": prompt.text})
+
+
+@router.post("/v1/chat/completions/input_tokens", operation_id="count_chat_tokens")
+async def count_chat_tokens(http: Request) -> Response:
+    """How many tokens that prompt has."""
+    prompt = await _prompt(http)
+    return _json({"object": "chat.completion.input_tokens", "input_tokens": len(prompt.ids)})
+
+
+async def _prompt(http: Request) -> Prompt:
+    service = service_of(http)
+    body, chat = await read_object(http, service, lambda value: conversation(PromptRequest, value))
+    service.check_model(body.model)
+    with service.admission.slot():
+        return await service.require().prompts.chat(chat, add_special_tokens=body.add_special_tokens)
 
 
 @router.post("/v1/detokenize", include_in_schema=False)
@@ -75,14 +99,23 @@ def _vllm(loaded: Loaded, ids: list[int], with_texts: bool) -> dict[str, Any]:
     return {"count": len(ids), "max_model_len": loaded.ready.max_model_len, "tokens": ids, "token_strs": texts}
 
 
+def _piece(loaded: Loaded, id: int) -> str | list[int]:
+    """llama.cpp's: a token's text, or its bytes where they are not the whole of any."""
+    text = loaded.tokenizer.token_text(id)
+    if "\ufffd" not in text:
+        return text
+    data = loaded.tokenizer.token_bytes(id)
+    return text if data == text.encode() else list(data)
+
+
 def _spans(loaded: Loaded, ids: list[int]) -> list[dict[str, Any]]:
-    """TGI's shape: where each token lies in the text, in characters."""
+    """TGI's shape: where each token lies in the text, in characters. The last token of a character has all of it."""
+    detokenizer = Detokenizer(loaded.tokenizer)
     spans, start = [], 0
     for id in ids:
-        text = loaded.tokenizer.token_text(id)
-        length = 0 if loaded.tokenizer.is_special(id) else len(text)
-        spans.append({"id": id, "text": text, "start": start, "stop": start + length})
-        start += length
+        stop = start + len(detokenizer.push(id))
+        spans.append({"id": id, "text": loaded.tokenizer.token_text(id), "start": start, "stop": stop})
+        start = stop
     return spans
 
 

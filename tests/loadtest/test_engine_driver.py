@@ -19,7 +19,7 @@ from model.batch import BAD_LOGITS, Batch, StepResult
 from scheduler.config import EngineConfig
 from scheduler.engine import Engine
 from scheduler.limits import Limits
-from scheduler.messages import Ready, SamplingParams, Submit
+from scheduler.messages import EmbeddingConfig, Ready, SamplingParams, Submit
 
 
 @dataclass
@@ -142,6 +142,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
             attention="none",
             weight_bytes=1,
             load_seconds=0.0,
+            embedding=EmbeddingConfig(hidden_size=8),
         )
 
     monkeypatch.setattr("scheduler.assembly.assemble", assemble)

@@ -11,8 +11,9 @@ import httpx2
 import huggingface_hub
 import pytest
 from huggingface_hub import errors
+from huggingface_hub.utils._paths import filter_repo_objects
 
-from model.source import ModelNotFound, ModelSource, resolve
+from model.source import HUB_DUPLICATES, HUB_FILES, ModelNotFound, ModelSource, resolve
 
 
 def fail(model: str | None) -> str:
@@ -124,3 +125,16 @@ def test_offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     assert "cannot be reached" in fail("owner/name")
+
+
+def test_of_a_hub_model_its_pooling_is_had_and_no_second_weights() -> None:
+    files = [
+        "config.json",
+        "model.safetensors",
+        "1_Pooling/config.json",
+        "modules.json",
+        "onnx/config.json",
+        "x/y.json",
+    ]
+    filtered = filter_repo_objects(files, allow_patterns=HUB_FILES, ignore_patterns=HUB_DUPLICATES)
+    assert list(filtered) == ["config.json", "model.safetensors", "1_Pooling/config.json", "modules.json"]

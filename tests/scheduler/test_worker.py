@@ -21,6 +21,7 @@ from scheduler.config import EngineConfig
 from scheduler.engine import Message
 from scheduler.messages import (
     Abort,
+    EmbeddingConfig,
     Failed,
     FinishReason,
     FromEngine,
@@ -50,6 +51,7 @@ READY = Ready(
     attention="fake",
     weight_bytes=1,
     load_seconds=0.0,
+    embedding=EmbeddingConfig(hidden_size=8),
 )
 CHILD = f"""
 import sys

@@ -16,14 +16,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
+import numpy as np
 
 from model.params import Logprob
+from model.pooling import finished, pooled
 from scheduler.messages import (
     Abort,
+    EmbeddingConfig,
     EngineConfig,
     EngineStats,
     FinishReason,
     FromEngine,
+    Pooled,
+    Pooling,
     Progress,
     PromptLogprobs,
     Ready,
@@ -37,6 +42,7 @@ from scheduler.wire import HEADER_BYTES, frame
 
 TOTAL_BLOCKS = 200
 BLOCK = 16
+HIDDEN = 8
 READY = Ready(
     max_model_len=1024,
     vocab_size=49152,
@@ -50,6 +56,7 @@ READY = Ready(
     attention="fake",
     weight_bytes=1000,
     load_seconds=0.1,
+    embedding=EmbeddingConfig(hidden_size=HIDDEN, sizes=(4,)),
 )
 DEFAULT_REPLY = list(range(1000, 1032))
 """Token ids; their texts depend on the tokenizer."""
@@ -87,6 +94,7 @@ class FakeEngine:
         self.steps = 0
         self._started: list[Started] = []
         self._prompts: list[PromptLogprobs] = []
+        self._pooled: list[Pooled] = []
         self._seen: set[int] = set()
         self._failed: list[Submit] = []
 
@@ -163,11 +171,12 @@ class FakeEngine:
             logprobs={number: row[4] for number, row in enumerate(rows) if row[4] is not None},
             started=self._started,
             prompt_logprobs=self._prompts,
+            pooled=self._pooled,
             errors=errors,
             stats=self.stats(len(rows)),
             now=time.monotonic(),
         )
-        self._started, self._prompts = [], []
+        self._started, self._prompts, self._pooled = [], [], []
         self._send(output)
 
     def _admit(self, sequence: Sequence) -> None:
@@ -183,6 +192,9 @@ class FakeEngine:
 
     def _row(self, sequence: Sequence) -> tuple[int, int, int, int, Logprob | None]:
         submit, params = sequence.submit, sequence.submit.params
+        if params.pooling is not None:
+            self._pooled.append(Pooled(submit.id, vector(submit.prompt_ids, params.pooling)))
+            return submit.id, 0, -1, FinishReason.STOP, None
         if params.max_tokens == 0:
             return submit.id, sequence.index, -1, FinishReason.LENGTH, None
         token = self.reply[len(sequence.tokens) % len(self.reply)]
@@ -236,6 +248,14 @@ class FakeEngine:
 
     def _send(self, message: FromEngine) -> None:
         self.sock.sendall(frame(message))
+
+
+def vector(prompt: list[int], pooling: Pooling) -> bytes:
+    """Numbers that no two prompts share, pooled as the real engine does it."""
+    states = np.array([[(token * (i + 3)) % 101 - 50 for i in range(HIDDEN)] for token in prompt], np.float32)
+    values = finished(pooled(states, None, pooling), len(prompt), pooling)
+    assert values is not None
+    return values
 
 
 def logprob(token: int, k: int) -> Logprob:

@@ -125,7 +125,7 @@ def running(
         service.client.close()
         await conversation
         if service.loaded is not None:
-            service.loaded.prompts.close()
+            service.loaded.close()
 
     voice = threading.Thread(target=fake.run)
     thread = threading.Thread(target=asyncio.run, args=(serve(),))

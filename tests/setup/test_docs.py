@@ -17,7 +17,10 @@ from loadtest.perplexity import make_parser as make_perplexity_parser
 from server.cli import add_serve_arguments
 from server.settings import Settings, load_settings
 
-DOCUMENTS = ("README.md", "docs/design.md", "docs/operations.md", "docs/performance.md")
+DOCUMENTS = (
+    *("README.md", "docs/api.md", "docs/design.md", "docs/operations.md", "docs/performance.md"),
+    "docs/tools.md",
+)
 
 
 def table_row(readme: str, first: str) -> list[str]:

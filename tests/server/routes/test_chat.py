@@ -142,10 +142,6 @@ def test_the_sdk_chats(server: Running, smol: Tokenizer) -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("tools", [{"type": "function", "function": {"name": "f"}}]),
-        ("functions", [{"name": "f"}]),
-        ("response_format", {"type": "json_object"}),
-        ("structured_outputs", {"choice": ["a"]}),
         ("reasoning_effort", "high"),
         ("modalities", ["text", "audio"]),
         ("audio", {"format": "wav"}),

@@ -44,6 +44,7 @@ def test_a_whole_answer(server: Running, smol: Tokenizer) -> None:
         "completion_tokens": 5,
         "total_tokens": 6,
         "prompt_tokens_details": {"cached_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pkgutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from typing import Any
 
 import openai
@@ -19,7 +20,8 @@ def test_models(server: Running) -> None:
     size = body["data"][0]["vocab_size"]
     assert server.complete(prompt=[size - 1]).status_code == 200
     assert f"(0 to {size - 1})" in server.complete(prompt=[size]).json()["error"]["message"]
-    assert server.client.get(f"/v1/models/{MODEL}").json() == body["data"][0]
+    for id in (MODEL, MODEL.replace("/", "%2F"), MODEL.replace("/", "%2f")):
+        assert server.client.get(f"/v1/models/{id}").json() == body["data"][0]
     assert server.client.get("/v1/models/").json() == body
     error = server.client.get("/v1/models/nope").json()["error"]
     assert (error["code"], error["param"]) == ("model_not_found", "model")
@@ -53,6 +55,33 @@ def test_tokenize_a_conversation(server: Running) -> None:
     server.chat(messages=messages)
     assert body["tokens"] == server.engine.submits()[-1].prompt_ids
     assert body["count"] == len(body["tokens"])
+
+
+def test_tokens_that_are_no_text_by_themselves(server: Running, smol: Tokenizer) -> None:
+    """A character in several tokens: TGI's spans add up to the text, llama.cpp's pieces are bytes."""
+    text = "a 🦩 b"
+    spans = server.post("/tokenize", {"inputs": text}).json()
+    assert [spans[0]["start"], spans[-1]["stop"]] == [0, len(text)]
+    assert all(one["stop"] == two["start"] for one, two in pairwise(spans))
+    assert all(text[span["start"] : span["stop"]] in (span["text"], "", " ", "🦩") for span in spans)
+    pieces = [
+        token["piece"] for token in server.post("/tokenize", {"content": text, "with_pieces": True}).json()["tokens"]
+    ]
+    assert any(isinstance(piece, list) for piece in pieces)
+    data = b"".join(bytes(piece) if isinstance(piece, list) else piece.encode() for piece in pieces)
+    assert data.decode() == text
+
+
+def test_the_prompt_of_a_conversation(server: Running, smol: Tokenizer) -> None:
+    fields: Any = {"messages": [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "hi"}]}
+    text = server.post("/apply-template", fields).json()["prompt"]
+    assert text.endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
+    server.chat(**fields)
+    ids = server.engine.submits()[-1].prompt_ids
+    assert smol.decode(ids, skip_special=False) == text
+    body = server.post("/v1/chat/completions/input_tokens", fields).json()
+    assert body == {"object": "chat.completion.input_tokens", "input_tokens": len(ids)}
+    assert server.post("/apply-template", {"messages": []}).json()["error"]["param"] == "messages"
 
 
 def test_detokenize(server: Running, smol: Tokenizer) -> None:

@@ -1,0 +1,248 @@
+"""What routes answer, as JSON schemas for the OpenAPI document. Every field that is listed is always there, unless it
+stands under `maybe`; there may be more fields."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Schema = dict[str, Any]
+
+STRING: Schema = {"type": "string"}
+INTEGER: Schema = {"type": "integer"}
+NUMBER: Schema = {"type": "number"}
+BOOLEAN: Schema = {"type": "boolean"}
+ANY: Schema = {}
+
+
+def constant(*values: str) -> Schema:
+    return {"type": "string", "enum": list(values)}
+
+
+def array(items: Schema) -> Schema:
+    return {"type": "array", "items": items}
+
+
+def nullable(schema: Schema) -> Schema:
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+def one_of(*schemas: Schema) -> Schema:
+    return {"anyOf": list(schemas)}
+
+
+def record(fields: dict[str, Schema], maybe: dict[str, Schema] | None = None) -> Schema:
+    return {"type": "object", "properties": fields | (maybe or {}), "required": list(fields)}
+
+
+def ref(name: str) -> Schema:
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+USAGE = record(
+    {"prompt_tokens": INTEGER, "completion_tokens": INTEGER, "total_tokens": INTEGER},
+    {
+        "prompt_tokens_details": record({"cached_tokens": INTEGER}),
+        "completion_tokens_details": record({"reasoning_tokens": INTEGER}),
+    },
+)
+CHAT_TOKEN = {"token": STRING, "bytes": nullable(array(INTEGER)), "logprob": NUMBER}
+CHAT_LOGPROBS = record({"content": array(record({**CHAT_TOKEN, "top_logprobs": array(record(CHAT_TOKEN))}))})
+COMPLETION_LOGPROBS = record(
+    {
+        "tokens": array(STRING),
+        "token_logprobs": array(nullable(NUMBER)),
+        "top_logprobs": nullable(array(nullable({"type": "object", "additionalProperties": NUMBER}))),
+        "text_offset": array(INTEGER),
+    }
+)
+TOOL_CALL = record(
+    {"id": STRING, "type": constant("function", "custom")},
+    {
+        "function": record({"name": STRING, "arguments": STRING}),
+        "custom": record({"name": STRING, "input": STRING}),
+    },
+)
+REASON = nullable(constant("stop", "length", "tool_calls", "function_call"))
+CHAT_CHOICE = record(
+    {
+        "index": INTEGER,
+        "message": record(
+            {"role": constant("assistant"), "content": nullable(STRING), "refusal": {"type": "null"}},
+            {
+                "reasoning_content": STRING,
+                "reasoning": STRING,
+                "tool_calls": array(TOOL_CALL),
+                "function_call": record({"name": STRING, "arguments": STRING}),
+            },
+        ),
+        "logprobs": nullable(CHAT_LOGPROBS),
+        "finish_reason": REASON,
+        "stop_reason": nullable(one_of(STRING, INTEGER)),
+    },
+    {"token_ids": array(INTEGER)},
+)
+COMPLETION_CHOICE = record(
+    {
+        "index": INTEGER,
+        "text": STRING,
+        "logprobs": nullable(COMPLETION_LOGPROBS),
+        "finish_reason": REASON,
+        "stop_reason": nullable(one_of(STRING, INTEGER)),
+    },
+    {"token_ids": array(INTEGER), "prompt_token_ids": array(INTEGER), "prompt_logprobs": ANY},
+)
+HEAD = {"id": STRING, "created": INTEGER, "model": STRING, "system_fingerprint": STRING}
+OUTPUT_TEXT = record({"type": constant("output_text"), "text": STRING, "annotations": array(ANY)}, {"logprobs": ANY})
+ITEM = one_of(
+    record(
+        {
+            "id": STRING,
+            "type": constant("message"),
+            "role": STRING,
+            "status": STRING,
+            "content": array(one_of(OUTPUT_TEXT, record({"type": STRING, "text": STRING}))),
+        }
+    ),
+    record({"id": STRING, "type": constant("reasoning"), "summary": array(ANY)}, {"content": array(ANY)}),
+    record({"id": STRING, "type": constant("function_call"), "call_id": STRING, "name": STRING, "arguments": STRING}),
+    record({"id": STRING, "type": constant("custom_tool_call"), "call_id": STRING, "name": STRING, "input": STRING}),
+    record({"id": STRING, "type": constant("function_call_output", "custom_tool_call_output"), "call_id": STRING}),
+)
+RESPONSE = record(
+    {
+        "id": STRING,
+        "object": constant("response"),
+        "created_at": INTEGER,
+        "completed_at": nullable(INTEGER),
+        "status": constant("completed", "incomplete", "in_progress", "failed"),
+        "error": nullable(record({"code": STRING, "message": STRING})),
+        "incomplete_details": nullable(record({"reason": constant("max_output_tokens")})),
+        "instructions": nullable(STRING),
+        "max_output_tokens": nullable(INTEGER),
+        "metadata": {"type": "object", "additionalProperties": STRING},
+        "model": STRING,
+        "output": array(ITEM),
+        "parallel_tool_calls": BOOLEAN,
+        "previous_response_id": nullable(STRING),
+        "reasoning": {"type": "object"},
+        "store": BOOLEAN,
+        "temperature": NUMBER,
+        "text": record({"format": record({"type": STRING})}),
+        "tool_choice": one_of(STRING, {"type": "object"}),
+        "tools": array(record({"type": STRING, "name": STRING})),
+        "top_logprobs": INTEGER,
+        "top_p": NUMBER,
+        "truncation": constant("disabled"),
+        "usage": nullable(
+            record(
+                {
+                    "input_tokens": INTEGER,
+                    "input_tokens_details": record({"cached_tokens": INTEGER, "cache_write_tokens": INTEGER}),
+                    "output_tokens": INTEGER,
+                    "output_tokens_details": record({"reasoning_tokens": INTEGER}),
+                    "total_tokens": INTEGER,
+                }
+            )
+        ),
+        "user": nullable(STRING),
+    }
+)
+BLOCK = one_of(
+    record({"type": constant("text"), "text": STRING}),
+    record({"type": constant("thinking"), "thinking": STRING, "signature": STRING}),
+    record({"type": constant("tool_use"), "id": STRING, "name": STRING, "input": {"type": "object"}}),
+)
+MODEL = record(
+    {
+        "id": STRING,
+        "object": constant("model"),
+        "created": INTEGER,
+        "owned_by": STRING,
+        "root": STRING,
+        "parent": nullable(STRING),
+        "max_model_len": nullable(INTEGER),
+        "vocab_size": nullable(INTEGER),
+    }
+)
+TOKENS = array(INTEGER)
+
+SHAPES: dict[str, Schema] = {
+    "Completion": record(
+        {**HEAD, "object": constant("text_completion"), "choices": array(COMPLETION_CHOICE), "usage": USAGE}
+    ),
+    "ChatCompletion": record(
+        {**HEAD, "object": constant("chat.completion"), "choices": array(CHAT_CHOICE), "usage": USAGE},
+        {"prompt_token_ids": TOKENS, "prompt_logprobs": ANY},
+    ),
+    "Response": RESPONSE,
+    "ResponseInputTokens": record({"object": constant("response.input_tokens"), "input_tokens": INTEGER}),
+    "ResponseDeleted": record({"id": STRING, "object": constant("response"), "deleted": BOOLEAN}),
+    "ResponseItems": record(
+        {
+            "object": constant("list"),
+            "data": array(ITEM),
+            "first_id": STRING,
+            "last_id": STRING,
+            "has_more": BOOLEAN,
+        }
+    ),
+    "AnthropicMessage": record(
+        {
+            "id": STRING,
+            "type": constant("message"),
+            "role": constant("assistant"),
+            "model": STRING,
+            "content": array(BLOCK),
+            "stop_reason": constant("end_turn", "max_tokens", "stop_sequence", "tool_use"),
+            "stop_sequence": nullable(STRING),
+            "usage": record(
+                {
+                    "input_tokens": INTEGER,
+                    "output_tokens": INTEGER,
+                    "cache_creation_input_tokens": INTEGER,
+                    "cache_read_input_tokens": INTEGER,
+                }
+            ),
+        }
+    ),
+    "AnthropicTokens": record({"input_tokens": INTEGER}),
+    "Embeddings": record(
+        {
+            "object": constant("list"),
+            "data": array(
+                record(
+                    {
+                        "object": constant("embedding"),
+                        "index": INTEGER,
+                        "embedding": one_of(array(NUMBER), {"type": "string", "contentEncoding": "base64"}),
+                    }
+                )
+            ),
+            "model": STRING,
+            "usage": record({"prompt_tokens": INTEGER, "total_tokens": INTEGER}),
+        }
+    ),
+    "Model": MODEL,
+    "Models": record({"object": constant("list"), "data": array(MODEL)}),
+    "Tokens": one_of(
+        record(
+            {
+                "count": INTEGER,
+                "max_model_len": INTEGER,
+                "tokens": TOKENS,
+                "token_strs": nullable(array(STRING)),
+            }
+        ),
+        record({"tokens": one_of(TOKENS, array(record({"id": INTEGER, "piece": one_of(STRING, TOKENS)})))}),
+        array(record({"id": INTEGER, "text": STRING, "start": INTEGER, "stop": INTEGER})),
+    ),
+    "Text": record({"prompt": STRING, "content": STRING}),
+    "Prompt": record({"prompt": STRING}),
+    "ChatTokens": record({"object": constant("chat.completion.input_tokens"), "input_tokens": INTEGER}),
+    "State": record({"status": constant("loading", "ready", "draining", "stalled", "dead")}),
+    "Version": record({"version": STRING}),
+    "Error": record(
+        {"error": record({"message": STRING, "type": STRING, "param": nullable(STRING), "code": nullable(STRING)})}
+    ),
+    "AnthropicError": record({"type": constant("error"), "error": record({"type": STRING, "message": STRING})}),
+}

@@ -1,0 +1,125 @@
+"""The document is about the server that serves it: every answer is one that it describes."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jsonschema
+import pytest
+
+from model.tokenizer import Tokenizer
+from server.app import ROUTES
+from server.openapi import OPERATIONS
+from tests.server.routes.test_responses import CALL, WEATHER, say
+from tests.server.running import CHAT, COMPLETIONS, MODEL, Running
+
+HI = [{"role": "user", "content": "hi"}]
+TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": WEATHER["parameters"]}}
+ANTHROPIC = {"name": "get_weather", "input_schema": WEATHER["parameters"]}
+REQUESTS: list[tuple[str, dict[str, Any]]] = [
+    (COMPLETIONS, {"prompt": "x", "max_tokens": 3, "n": 2}),
+    (
+        COMPLETIONS,
+        {"prompt": "x", "max_tokens": 3, "logprobs": 2, "echo": True, "prompt_logprobs": 1, "return_token_ids": True},
+    ),
+    (CHAT, {"messages": HI, "max_tokens": 3, "logprobs": True, "top_logprobs": 2, "return_token_ids": True}),
+    (CHAT, {"messages": HI, "tools": [TOOL]}),
+    (CHAT, {"messages": HI, "functions": [TOOL["function"]]}),
+    ("/v1/chat/completions/input_tokens", {"messages": HI}),
+    ("/v1/responses", {"input": "hi", "tools": [WEATHER], "top_logprobs": 1}),
+    ("/v1/responses", {"input": "hi", "max_output_tokens": 2}),
+    ("/v1/responses/input_tokens", {"input": "hi"}),
+    ("/v1/messages", {"model": MODEL, "max_tokens": 99, "messages": HI, "tools": [ANTHROPIC]}),
+    ("/v1/messages", {"model": MODEL, "max_tokens": 2, "messages": HI}),
+    ("/v1/messages/count_tokens", {"model": MODEL, "messages": HI}),
+    ("/v1/embeddings", {"input": ["a", "b"]}),
+    ("/v1/embeddings", {"input": [5], "encoding_format": "base64"}),
+    ("/tokenize", {"prompt": "a b", "return_token_strs": True}),
+    ("/tokenize", {"content": "a b", "with_pieces": True}),
+    ("/tokenize", {"inputs": "a b"}),
+    ("/tokenize", {"messages": HI}),
+    ("/detokenize", {"tokens": [5, 6]}),
+    ("/apply-template", {"messages": HI}),
+]
+
+
+def check(document: dict[str, Any], method: str, path: str, reply: Any) -> None:
+    """The answer's status is described, and its body fits the schema that stands there."""
+    described = document["paths"][path][method]["responses"][str(reply.status_code)]
+    kind = reply.headers["content-type"].partition(";")[0]
+    schema = described["content"][kind]["schema"]
+    if kind == "application/json":
+        whole = {**schema, "components": document["components"]}
+        jsonschema.Draft202012Validator(whole).validate(reply.json())
+
+
+@pytest.fixture
+def document(server: Running, smol: Tokenizer) -> dict[str, Any]:
+    say(server, smol, f"I look. {CALL}")
+    whole: dict[str, Any] = server.client.get("/openapi.json").json()
+    return whole
+
+
+def test_every_route_is_described(document: dict[str, Any]) -> None:
+    described = {(method, path) for path, methods in document["paths"].items() for method in methods}
+    assert described == set(OPERATIONS)
+    served = {
+        (method.lower(), re.sub(r":path", "", route.path))
+        for route in ROUTES
+        if getattr(route, "include_in_schema", True)
+        for method in route.methods or ()
+    }
+    assert served - {("head", path) for _, path in served} == described
+
+
+def test_references_lead_somewhere(document: dict[str, Any]) -> None:
+    names = set(re.findall(r"#/components/schemas/([^\"']+)", str(document)))
+    assert names <= set(document["components"]["schemas"])
+    for schema in document["components"]["schemas"].values():
+        jsonschema.Draft202012Validator.check_schema(schema)
+
+
+@pytest.mark.parametrize(("path", "body"), REQUESTS)
+def test_answers_to_bodies(server: Running, document: dict[str, Any], path: str, body: dict[str, Any]) -> None:
+    """The request is one that is described, too, and so is what a wrong one gets."""
+    schema = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    jsonschema.Draft202012Validator({**schema, "components": document["components"]}).validate(body)
+    reply = server.post(path, body)
+    assert reply.status_code == 200, reply.text
+    check(document, "post", path, reply)
+    for wrong, status in ((b"{", 400), (b'{"model": 5}', 400), ({**body, "model": "nope"}, 404)):
+        reply = server.post(path, wrong)
+        assert reply.status_code == status
+        check(document, "post", path, reply)
+    reply = server.post(path, body, **{"content-type": "text/plain"})
+    assert reply.status_code == 415
+    check(document, "post", path, reply)
+    if "text/event-stream" in document["paths"][path]["post"]["responses"]["200"]["content"]:
+        plain = {name: value for name, value in body.items() if name != "prompt_logprobs"}
+        check(document, "post", path, server.post(path, {**plain, "stream": True}))
+
+
+def test_answers_without_bodies(server: Running, document: dict[str, Any]) -> None:
+    id = server.post("/v1/responses", {"input": "hi"}).json()["id"]
+    for method, path in OPERATIONS:
+        if method != "get":
+            continue
+        known = MODEL if "models" in path else id
+        for name in (known, "nope") if "{id}" in path else (known,):
+            check(document, method, path, server.client.get(path.replace("{id}", name)))
+    items = "/v1/responses/{id}/input_items"
+    check(document, "get", items, server.client.get(items.replace("{id}", id), params={"limit": "x"}))
+    for method, path in (("post", "/v1/responses/{id}/cancel"), *([("delete", "/v1/responses/{id}")] * 2)):
+        check(document, method, path, server.client.request(method, path.replace("{id}", id)))
+
+
+def test_the_page_needs_nothing_from_elsewhere(server: Running, document: dict[str, Any]) -> None:
+    reply = server.client.get("/docs")
+    assert reply.headers["content-type"].startswith("text/html")
+    assert "default-src 'none'" in reply.headers["content-security-policy"]
+    assert not re.search(r"<script|src=|https?://", reply.text)
+    for path in document["paths"]:
+        assert path in reply.text
+    links = set(re.findall(r"href='#(\w+)'", reply.text))
+    assert links <= set(re.findall(r"<details id=(\w+)>", reply.text))
