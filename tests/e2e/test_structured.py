@@ -89,7 +89,9 @@ def test_every_schema_is_obeyed_streamed_and_not(daemon: Daemon, temperature: in
 
 def test_open_schemas_are_obeyed_as_far_as_the_text_goes(daemon: Daemon) -> None:
     """Where nothing bounds a text, a small model may talk on to max_tokens; it must not do so with every seed."""
-    bodies = [chat(schema, temperature=1, seed=seed, max_tokens=200) for schema in OPEN.values() for seed in range(SEEDS)]
+    bodies = [
+        chat(schema, temperature=1, seed=seed, max_tokens=200) for schema in OPEN.values() for seed in range(SEEDS)
+    ]
     answers = ask_all(daemon, CHAT, bodies)
     for number, (name, schema) in enumerate(OPEN.items()):
         ended = [text for text, finish in answers[number * SEEDS : (number + 1) * SEEDS] if finish == "stop"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+
 import msgspec
 import numpy as np
 import pytest

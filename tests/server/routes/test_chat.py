@@ -144,8 +144,6 @@ def test_the_sdk_chats(server: Running, smol: Tokenizer) -> None:
     [
         ("tools", [{"type": "function", "function": {"name": "f"}}]),
         ("functions", [{"name": "f"}]),
-        ("response_format", {"type": "json_object"}),
-        ("structured_outputs", {"choice": ["a"]}),
         ("reasoning_effort", "high"),
         ("modalities", ["text", "audio"]),
         ("audio", {"format": "wav"}),
