@@ -42,8 +42,8 @@ LIMITS = llguidance.LLParserLimits(
 )
 """The library's own, but for the memory of a lexer's states (some 1.5 KB each)."""
 BURST_SECONDS, TOKEN_SECONDS, CALL_SECONDS = 0.25, 0.0015, 0.05
-"""Processor time that a sequence's matcher may take: at once, and for every token more. A usual one takes 0.1 ms. A call
-counts no more than the last: what fell into it may have been Python's garbage collector."""
+"""Processor time that a sequence's matcher may take: at once, and for every token more. A usual one takes 0.1 ms. A
+call counts no more than the last: what fell into it may have been Python's garbage collector."""
 CACHED = 64
 """Compiled grammars that are kept."""
 EXACT_CHARS = 256

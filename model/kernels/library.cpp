@@ -368,20 +368,23 @@ void constrain(const Tensor& scores, const Tensor& rows, const Tensor& masks) {
   checked(scores, at::kFloat, {scores.size(0), vocab}, "scores"), checked(rows, at::kLong, {n}, "rows");
   checked(masks, at::kByte, {n, bytes}, "masks");
   TORCH_CHECK(8 * bytes >= vocab, "masks are too short");
-  constexpr float never = -std::numeric_limits<float>::infinity();
+  // What the eight tokens of a byte get added: nothing, or minus infinity.
+  static const std::vector<float> added = [] {
+    std::vector<float> table(256 * 8);
+    for (int64_t i = 0; i < 256 * 8; i++) table[i] = i / 8 >> i % 8 & 1 ? 0.f : -std::numeric_limits<float>::infinity();
+    return table;
+  }();
   for (int64_t i = 0; i < n; i++) {
     const int64_t row = pointer<int64_t>(rows)[i];
     TORCH_CHECK(row >= 0 && row < scores.size(0), "there is no row ", row);
     float* score = pointer<float>(scores) + row * vocab;
     const uint8_t* mask = pointer<uint8_t>(masks) + i * bytes;
     for (int64_t token = 0; token < vocab; token += 8) {
-      const uint8_t allowed = mask[token / 8];
-      if (allowed == 0 && token + 8 <= vocab) {
-        std::fill_n(score + token, 8, never);
-      } else if (allowed != 0xFF) {
-        for (int64_t bit = 0; bit < 8 && token + bit < vocab; bit++)
-          if (!(allowed >> bit & 1)) score[token + bit] = never;
-      }
+      if (mask[token / 8] == 0xFF) continue;
+      const float* add = added.data() + 8 * mask[token / 8];
+      const int64_t count = std::min<int64_t>(8, vocab - token);
+      if (count == 8) for (int64_t k = 0; k < 8; k++) score[token + k] += add[k];
+      else for (int64_t k = 0; k < count; k++) score[token + k] += add[k];
     }
   }
 }

@@ -131,6 +131,5 @@ OPEN: dict[str, Schema] = {
     "map": {"type": "object", "additionalProperties": integer(0, 9), "minProperties": 1, "maxProperties": 2},
     "string without an end": {"type": "string"},
     "array without an end": {"type": "array", "items": integer(0, 9)},
-    "email": {"type": "string", "format": "email"},
     "any object": {"type": "object"},
 }

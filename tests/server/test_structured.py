@@ -1,0 +1,247 @@
+"""Grammars over real HTTP, with a fake engine: what reaches it, what is refused, and what a refusal costs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from model.grammar import Vocabulary
+from model.tokenizer import Tokenizer
+from server.errors import InvalidGrammar, Overloaded
+from server.structured import compiler
+from server.structured.compiler import MAX_CHARS, Structures
+from server.structured.structure import GrammarError, Kind, Structure, json_rule, serialise, tags_to_lark
+from tests.server.running import CHAT, COMPLETIONS, Running
+
+SLOW = {"type": "integer", "multipleOf": 999_983}
+"""Takes the library some ten seconds."""
+
+
+def structure(kind: Kind, source: Any) -> Structure:
+    return Structure(kind, source if isinstance(source, str) else json.dumps(source), "field")
+
+
+# ---- serialise ----
+
+
+def test_white_space_is_part_of_the_grammar() -> None:
+    assert json.loads(json_rule({"type": "null"}, None))["x-guidance"] == {"whitespace_flexible": False}
+    own = {"x-guidance": {"lenient": True, "whitespace_pattern": "[ ]*"}}
+    assert json.loads(json_rule(own, "_"))["x-guidance"] == {"lenient": True, "whitespace_pattern": "_"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "words"),
+    [
+        ("json", [1], "must be a JSON object"),
+        ("grammar", "x", "neither Lark nor GBNF"),
+        (
+            "structural_tag",
+            {"triggers": ["<b"], "structures": [{"begin": "<a", "schema": {}, "end": ""}]},
+            "structure 0",
+        ),
+    ],
+)
+def test_what_is_no_source(kind: Kind, source: Any, words: str) -> None:
+    with pytest.raises(GrammarError, match=words):
+        serialise(structure(kind, source))
+
+
+def test_tags_name_what_follows_their_trigger() -> None:
+    tag = {
+        "triggers": ["<a"],
+        "structures": [{"begin": "<a>", "schema": {}, "end": "</a>"}, {"begin": "<a", "schema": {}, "end": ""}],
+    }
+    lark = tags_to_lark(tag, None).splitlines()
+    assert lark[0] == "start: (tag_0 | tag_1)* tail"
+    assert 'tag_0_head[lazy]: TEXT "<a"' in lark
+    assert any(line.startswith('tag_0: tag_0_head ">" %json {') and line.endswith('"</a>"') for line in lark)
+    assert any(line.startswith("tag_1: tag_1_head %json {") and line.endswith("}") for line in lark)
+
+
+# ---- structures ----
+
+
+@pytest.fixture
+def vocabulary(smol: Tokenizer) -> Vocabulary:
+    return Vocabulary.of(smol, smol.vocab_size)
+
+
+@pytest.fixture
+async def structures(vocabulary: Vocabulary) -> Any:
+    made = Structures(vocabulary)
+    yield made
+    made.close()
+
+
+async def refusal(structures: Structures, asked: Structure) -> str:
+    with pytest.raises(InvalidGrammar) as caught:
+        await structures.grammar(asked)
+    assert (caught.value.param, caught.value.code, caught.value.status) == ("field", "invalid_grammar", 400)
+    return caught.value.message
+
+
+async def test_good_ones_pass_and_are_remembered(structures: Structures) -> None:
+    assert await structures.grammar(None) is None
+    asked = structure("json", {"type": "integer", "minimum": 0})
+    assert await structures.grammar(asked) == serialise(asked)
+    processes = [checker._process for checker in structures._all]
+    for process in processes:
+        assert process is not None
+        process.kill()
+        process.wait()
+    assert await structures.grammar(asked) == serialise(asked), "nobody has to be asked again"
+    other = structure("regex", "[0-9]+")
+    assert await structures.grammar(other) == serialise(other), "who has died is started anew"
+
+
+async def test_bad_ones_say_why(structures: Structures) -> None:
+    cases: list[tuple[Structure, str]] = [
+        (structure("regex", "("), "unclosed group"),
+        (structure("json", {"type": "nope"}), "nope"),
+        (structure("json", {"not": {}}), "not"),
+        (structure("json", {"$ref": "https://example.org/x"}), "example.org"),
+        (structure("json", {"type": "string", "format": "nope"}), "nope"),
+        (structure("grammar", "start: missing"), "missing"),
+        (structure("regex", "a{100000}"), "too complex"),
+        (structure("regex", "(a?){2000}a{2000}"), "too complex"),
+        (structure("json", {"type": "string", "pattern": "(?=x)"}), "look-around"),
+        (structure("choice", ["x" * MAX_CHARS]), f"more than {MAX_CHARS}"),
+        (structure("regex", "x" * (MAX_CHARS + 1)), f"more than {MAX_CHARS}"),
+    ]
+    for asked, words in cases:
+        message = await refusal(structures, asked)
+        assert words in message
+        assert "\n" not in message
+        assert len(message) <= 600
+
+
+async def test_what_takes_too_long_is_ended(structures: Structures) -> None:
+    began = time.monotonic()
+    assert "too complex" in await refusal(structures, structure("json", SLOW))
+    assert time.monotonic() - began < 5
+    began = time.monotonic()
+    assert "too complex" in await refusal(structures, structure("json", SLOW))
+    assert time.monotonic() - began < 0.1, "a verdict is remembered"
+    assert await structures.grammar(structure("regex", "a"))
+
+
+async def test_who_leaves_takes_the_work_along(structures: Structures) -> None:
+    await structures.grammar(structure("regex", "a"))
+    task = asyncio.create_task(structures.grammar(structure("json", SLOW)))
+    while len(structures._free) == len(structures._all):
+        await asyncio.sleep(0.01)
+    (busy,) = set(structures._all) - set(structures._free)
+    process = busy._process
+    assert process is not None
+    await asyncio.sleep(0.1)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert process.wait(1) != 0
+    assert len(structures._free) == len(structures._all)
+    assert await structures.grammar(structure("regex", "b"))
+
+
+async def test_who_finds_no_turn_is_told_to_come_back(structures: Structures, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "WAIT_SECONDS", 0.2)
+    await structures.grammar(structure("regex", "a"))
+    slow = [asyncio.create_task(structures.grammar(structure("json", SLOW | {"minimum": n}))) for n in range(2)]
+    while structures._free:
+        await asyncio.sleep(0.01)
+    assert await structures.grammar(structure("regex", "a")), "what is known needs no turn"
+    with pytest.raises(Overloaded):
+        await structures.grammar(structure("regex", "b"))
+    for task in slow:
+        task.cancel()
+    await asyncio.gather(*slow, return_exceptions=True)
+
+
+async def test_verdicts_are_bounded(structures: Structures, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "CACHED_CHARS", 100)
+    for number in range(30):
+        await structures.grammar(structure("regex", f"[a-z]{{{number + 10}}}"))
+    assert structures._chars == sum(len(asked.source) for asked in structures._known) <= 100
+    assert len(structures._known) > 1
+
+
+# ---- over HTTP ----
+
+GOOD: list[dict[str, Any]] = [
+    {"response_format": {"type": "json_object"}},
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "null"}}}},
+    {"structured_outputs": {"choice": ["a", "b"]}},
+    {"guided_regex": "a+"},
+    {"grammar": 'root ::= "a"'},
+]
+
+
+@pytest.mark.parametrize("fields", GOOD)
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_the_engine_gets_the_grammar(server: Running, path: str, fields: dict[str, Any]) -> None:
+    start = {"prompt": ["x", "y"]} if path == COMPLETIONS else {"messages": [{"role": "user", "content": "x"}]}
+    assert server.post(path, {**start, **fields, "max_tokens": 2, "n": 2}).status_code == 200
+    grammars = [submit.params.grammar for submit in server.engine.submits()]
+    assert len(grammars) == (2 if path == COMPLETIONS else 1)
+    assert all(grammars)
+
+
+def test_a_plain_request_has_none(server: Running) -> None:
+    assert server.chat(response_format={"type": "text"}).status_code == 200
+    assert server.engine.submits()[0].params.grammar is None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_a_fault_is_told_before_any_header_of_a_stream(server: Running, path: str, stream: bool) -> None:
+    start = {"prompt": "x"} if path == COMPLETIONS else {"messages": [{"role": "user", "content": "x"}]}
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"json": {"type": "nope"}}}, "structured_outputs.json"),
+        ({"guided_grammar": "x"}, "guided_grammar"),
+        ({"structured_outputs": {"regex": "x" * (MAX_CHARS + 1)}}, "structured_outputs.regex"),
+    ]
+    for fields, param in cases:
+        reply = server.post(path, {**start, **fields, "stream": stream})
+        error = reply.json()["error"]
+        assert (reply.status_code, error["code"], error["param"]) == (400, "invalid_grammar", param)
+    assert server.engine.received == []
+
+
+def test_many_prompts_share_a_bound(server: Running) -> None:
+    fields = {"structured_outputs": {"choice": [f"choice number {i}" for i in range(500)]}}
+    reply = server.complete(prompt=["x"] * 512, **fields)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "prompt")
+
+
+@pytest.fixture
+def ticking(server: Running) -> Iterator[list[float]]:
+    """Gaps between answers of /health while the test runs."""
+    gaps: list[float] = []
+    done = threading.Event()
+
+    def watch() -> None:
+        with httpx.Client(base_url=server.url, timeout=10) as client:
+            while not done.is_set():
+                began = time.monotonic()
+                assert client.get("/health").status_code == 200
+                gaps.append(time.monotonic() - began)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    yield gaps
+    done.set()
+    thread.join()
+
+
+def test_the_loop_does_not_wait_for_a_grammar(server: Running, ticking: list[float]) -> None:
+    assert server.chat(structured_outputs={"json": SLOW}).status_code == 400
+    assert len(ticking) > 10
+    assert max(ticking) < 0.5
