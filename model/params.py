@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from model.pooling import Pooling
+from model.embedding import Pooling
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):

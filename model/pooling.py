@@ -9,17 +9,15 @@ A mean is a sum in float64, added up position by position, so that it doesn't de
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from model.config_fields import Fields, read_json, read_list
+from model.embedding import EmbeddingConfig, Kind, Pooling
 from model.gguf import GGUFFile
 from model.source import ModelSource
 
-Kind = Literal["mean", "last"]
 Vector = npt.NDArray[np.float64]
 
 KINDS: dict[str, Kind] = {"mean": "mean", "lasttoken": "last", "last": "last"}
@@ -28,35 +26,6 @@ GGUF_KINDS: dict[int, Kind] = {1: "mean", 3: "last"}
 HARMLESS_MODULES = frozenset({"Transformer", "Pooling", "Normalize"})
 """Of a sentence-transformers model; what others do to the vector, such as Dense, is not done here."""
 MAX_SIZES = 64
-
-
-class Pooling(msgspec.Struct, frozen=True, kw_only=True):
-    """What one request wants of its prompt's hidden states (after the last norm)."""
-
-    kind: Kind
-    size: int
-    """Leading values of the vector that are kept; at most the model's hidden size."""
-    normalize: bool = True
-    """To length 1, after the cut."""
-
-
-class EmbeddingConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How the model's vectors are made."""
-
-    hidden_size: int
-    kind: Kind = "mean"
-    """Of a model that says nothing: a causal model that was not trained for it does better with the mean of all
-    states than with its last one."""
-    refusal: str | None = None
-    """Why this model can give none."""
-    sizes: tuple[int, ...] | None = None
-    """Matryoshka models: lengths to which a vector may be cut; empty: any. None: no other than `hidden_size`."""
-
-    def allows(self, size: int) -> bool:
-        """Whether a vector may have so many values."""
-        if size == self.hidden_size:
-            return True
-        return self.sizes is not None and 1 <= size < self.hidden_size and (not self.sizes or size in self.sizes)
 
 
 def read_embedding(source: ModelSource, hidden_size: int) -> EmbeddingConfig:

@@ -18,12 +18,13 @@ from model.batch import Batch, Row
 from model.config import ModelConfig
 from model.config_reader import read_config
 from model.decoder import Decoder, Model
+from model.embedding import EmbeddingConfig
 from model.errors import ModelError
 from model.executor import Runner
 from model.grammar import Grammars
 from model.kernels.loaded import load_kernels
 from model.params import SamplingParams
-from model.pooling import EmbeddingConfig, read_embedding
+from model.pooling import read_embedding
 from model.precision import Precision, choose_device, choose_precision, dtype_name
 from model.source import ModelSource, resolve
 from model.tokenizer import load_tokenizer

@@ -15,8 +15,8 @@ from enum import IntEnum
 
 import msgspec
 
+from model.embedding import EmbeddingConfig, Pooling
 from model.params import Logprob, SamplingParams
-from model.pooling import EmbeddingConfig, Pooling
 from scheduler.config import EngineConfig
 
 __all__ = [

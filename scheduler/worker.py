@@ -69,13 +69,6 @@ def run(sock: socket.socket, factory: Factory) -> int:
         channel.close()
 
 
-def _assemble(config: EngineConfig, report: Report) -> tuple[Steps, Ready]:
-    report("import", "torch and the model code")
-    from scheduler.assembly import assemble  # Slow to import: say so first.
-
-    return assemble(config, report)
-
-
 def _end(signum: int, frame: FrameType | None) -> None:
     # Not sys.exit: an exception that meets a destructor is swallowed there, and the process would live on.
     os._exit(0)
@@ -89,7 +82,9 @@ def main() -> int:
     # Ctrl-C reaches the whole process group: the parent decides, and may want to drain first.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _end)
-    return run(sock, _assemble)
+    from scheduler.assembly import assemble  # Slow to import; the parent has much to import itself meanwhile.
+
+    return run(sock, assemble)
 
 
 if __name__ == "__main__":

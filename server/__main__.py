@@ -48,8 +48,8 @@ def _serve(flags: dict[str, object]) -> int:
         settings = load_settings(flags, None if file is None else Path(str(file)))
     except BadSettings as error:
         return _refuse(error)
-    from server.daemon import StartError, serve, warn  # a bad flag is refused without all that this brings in
     from server.logs import start_logging
+    from server.start import StartError, serve, warn  # a bad flag is refused without all that this brings in
 
     start_logging(settings.log_level, settings.log_format)
     for name in unknown_variables(os.environ):

@@ -16,19 +16,20 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import uvicorn
 
 from model.errors import ModelError
 from model.grammar import Vocabulary
-from model.source import ModelSource, resolve
+from model.source import ModelSource
 from model.tokenizer import GenerationDefaults, Tokenizer, load_tokenizer
 from scheduler.messages import Progress, Ready
 from server.admission import Admission
 from server.app import create_app
 from server.connection import Connection
 from server.engine_client import EngineClient, EngineFailed
+from server.engine_process import EngineProcess
 from server.errors import RequestError, Unavailable
 from server.metrics import Metrics
 from server.parsing.detect import detect
@@ -37,8 +38,9 @@ from server.prompts import PromptBuilder, PromptLimits
 from server.sampling import Sampling
 from server.service import Loaded, Service
 from server.settings import Settings
+from server.start import StartError, report
 from server.structured.compiler import Structures
-from server.supervisor import WORKER, Supervisor
+from server.supervisor import Supervisor
 
 log = logging.getLogger("octavo")
 
@@ -52,26 +54,12 @@ GONE_SECONDS = 1.0
 OK, FAILED = 0, 1
 
 
-class StartError(Exception):
-    """The server cannot start; one line says why."""
-
-
 class _Uvicorn(uvicorn.Server):
     """Without signal handlers of its own."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """The listening socket, taken before anything is loaded. Raises StartError."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        return socket.create_server(address[:2], family=family, backlog=2048)
-    except (OSError, UnicodeError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise StartError(f"cannot listen on {host} port {port}: {reason}") from None
 
 
 def make_service(settings: Settings, names: tuple[str, ...]) -> Service:
@@ -131,12 +119,12 @@ def make_loaded(settings: Settings, tokenizer: Tokenizer, ready: Ready) -> Loade
 class Daemon:
     """Owns the service, the engine's supervisor and the HTTP server."""
 
-    def __init__(self, settings: Settings, sock: socket.socket, source: ModelSource, worker: Sequence[str]) -> None:
+    def __init__(self, settings: Settings, sock: socket.socket, source: ModelSource, engine: EngineProcess) -> None:
         self.service = make_service(settings, tuple(settings.served_model_name) or (source.name,))
         self._settings = settings
         self._source = source
         self._sock = sock
-        self._supervisor = Supervisor(self.service.client, settings.engine(), worker)
+        self._supervisor = Supervisor(self.service.client, settings.engine(), engine)
         self._stopping = asyncio.Event()
         self._signals = 0
         self._http = make_http(self.service)
@@ -219,30 +207,3 @@ async def _until(condition: Callable[[], bool], seconds: float) -> bool:
             return False
         await asyncio.sleep(0.02)
     return True
-
-
-def report(progress: Progress) -> None:
-    """One line per stage; the stage "warning" is one."""
-    if progress.stage == "warning":
-        warn(progress.detail)
-    else:
-        log.info("%-9s %s", progress.stage, progress.detail)
-
-
-def warn(text: str) -> None:
-    log.warning("%s", text)
-
-
-def serve(settings: Settings, worker: Sequence[str] = WORKER) -> int:
-    """Run the server; the exit status. Raises StartError."""
-    with bind(settings.host, settings.port) as sock:
-        try:
-            source = resolve(settings.model)
-        except ModelError as error:
-            raise StartError(str(error)) from None
-        report(Progress("model", f"{source.name}: {source.kind} {source.path}"))
-
-        async def run() -> int:
-            return await Daemon(settings, sock, source, worker).run()
-
-        return asyncio.run(run())

@@ -10,8 +10,8 @@ import numpy as np
 import orjson
 from fastapi import APIRouter, Request, Response
 
+from model.embedding import EmbeddingConfig, Pooling
 from model.params import SamplingParams
-from model.pooling import EmbeddingConfig, Pooling
 from server.answer import respond
 from server.body import read_object, validate
 from server.errors import InvalidRequest, Unsupported

@@ -15,9 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model.batch import Batch, Row
+from model.embedding import EmbeddingConfig, Kind, Pooling
 from model.errors import ModelError
 from model.params import SamplingParams
-from model.pooling import EmbeddingConfig, Kind, Pooling, finished, pooled, read_embedding
+from model.pooling import finished, pooled, read_embedding
 from model.source import ModelSource, resolve
 from tests.model.conftest import TINY
 from tests.model.parity import build, make_runner, prompts

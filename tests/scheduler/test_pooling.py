@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from model.batch import Batch
+from model.embedding import Kind, Pooling
 from model.params import SamplingParams
-from model.pooling import Kind, Pooling, finished, pooled
+from model.pooling import finished, pooled
 from scheduler.limits import Limits
 from scheduler.messages import Abort, FinishReason, StepOutput, Submit
 

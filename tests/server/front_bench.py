@@ -29,9 +29,9 @@ from typing import Any
 
 import httpx
 
-from server.daemon import serve
 from server.logs import start_logging
 from server.settings import Settings
+from server.start import serve
 from tests.server.running import CHAT, COMPLETIONS
 
 ROOT = Path(__file__).resolve().parents[2]

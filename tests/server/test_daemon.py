@@ -25,9 +25,9 @@ from tests.server.running import COMPLETIONS, events
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHER = """
 import sys
-from server import supervisor
+from server import engine_process
 fake = (sys.executable, "-m", "tests.server.fake_engine", "--interval", "0.02")
-supervisor.WORKER = fake
+engine_process.WORKER = fake
 from server import daemon
 daemon.serve.__defaults__ = (fake,)
 from server.__main__ import main

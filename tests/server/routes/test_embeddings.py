@@ -9,7 +9,7 @@ import openai
 import pytest
 from openai.types import CreateEmbeddingResponse
 
-from model.pooling import EmbeddingConfig, Pooling
+from model.embedding import EmbeddingConfig, Pooling
 from model.tokenizer import Tokenizer
 from tests.server.fake_engine import HIDDEN, READY, vector
 from tests.server.running import MODEL, Running, running

@@ -1,0 +1,63 @@
+"""The first second of `octavo serve`: what can be refused at once, and the engine's process.
+
+Nothing here may bring in FastAPI and the routes: that takes longer than all this, and the engine is on its way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Sequence
+
+from model.errors import ModelError
+from model.source import resolve
+from scheduler.messages import Progress
+from server.engine_process import EngineProcess
+from server.settings import Settings
+
+log = logging.getLogger("octavo")
+
+
+class StartError(Exception):
+    """The server cannot start; one line says why."""
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """The listening socket, taken before anything is loaded. Raises StartError."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        return socket.create_server(address[:2], family=family, backlog=2048)
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise StartError(f"cannot listen on {host} port {port}: {reason}") from None
+
+
+def report(progress: Progress) -> None:
+    """One line per stage; the stage "warning" is one."""
+    if progress.stage == "warning":
+        warn(progress.detail)
+    else:
+        log.info("%-9s %s", progress.stage, progress.detail)
+
+
+def warn(text: str) -> None:
+    log.warning("%s", text)
+
+
+def serve(settings: Settings, worker: Sequence[str] | None = None) -> int:
+    """Run the server; the exit status. Raises StartError."""
+    with bind(settings.host, settings.port) as sock:
+        try:
+            source = resolve(settings.model)
+        except ModelError as error:
+            raise StartError(str(error)) from None
+        with EngineProcess(worker) as engine:
+            from server.daemon import Daemon
+
+            report(Progress("model", f"{source.name}: {source.kind} {source.path}"))
+
+            async def run() -> int:
+                return await Daemon(settings, sock, source, engine).run()
+
+            return asyncio.run(run())
