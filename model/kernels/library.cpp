@@ -317,15 +317,15 @@ Tensor attention(const Tensor& query, const Tensor& keys, const Tensor& values, 
   const octavo::Attended attended{pointer<float>(query), heads * dim, pointer<float>(out), keys.data_ptr(),
                                   values.data_ptr(), keys.size(2), heads, kv_heads, dim, window, float(scale),
                                   float(softcap), pointer<float>(parts)};
+  const Kind kind = kind_of(keys, "keys");
   std::atomic<int64_t> counter{0};
   octavo::Barrier barrier;
   parallel([&](const octavo::Thread& t) {
-    kernels.attend(attended, kind_of(keys, "keys"), rows, cut, counter, barrier, t);
+    kernels.attend(attended, kind, rows, cut, counter, barrier, t);
   });
   return out;
 }
 
-// Whether attention can do such heads.
 bool attends(int64_t heads, int64_t kv_heads, int64_t dim) {
   return dim <= kernels.largest_head && dim % kernels.head_multiple == 0 && heads % kv_heads == 0 &&
          heads / kv_heads <= kernels.most_shared;
