@@ -14,7 +14,6 @@ from model.layers import RMSNorm
 from model.linear import KernelLinear
 from model.precision import Precision
 
-
 PHASES = ("norms", "qkv", "heads", "attention", "output", "gate_up", "down", "wait")
 """What a thread does within the layers, in the order of the kernels' `Phase`; wait: for the other threads."""
 
@@ -66,7 +65,7 @@ class FusedLayers:
         self._decoder.forward(x, storage.data, tables, *inputs.packed())
 
     def spent(self) -> dict[str, int]:
-        """Nanoseconds of each phase since the last call, the mean of the threads. The first call switches the clocks on."""
+        """Nanoseconds of each phase since the last call, the mean of the threads. The first call begins it."""
         laps = self._decoder.spent()
         return dict(zip(PHASES, laps.double().mean(0).long().tolist(), strict=True)) if len(laps) else {}
 

@@ -183,17 +183,16 @@ struct Buffer {
 
 struct Decoder : torch::CustomClassHolder {
   octavo::Geometry g{};
-  std::vector<octavo::Laps> laps;  // one a thread
-  bool timed = false;
   std::vector<octavo::Layer> layers;
+  std::vector<octavo::Laps> laps;  // one a thread
   std::vector<Handle> matrices;
   std::vector<Tensor> norms;
-  std::vector<octavo::Item> items[2];
-  std::vector<octavo::Merge> merges[2];
+  octavo::Portions cuts[2];
   std::vector<std::atomic<int64_t>> counters;
   octavo::Barrier barrier;
   Buffer buffers, parts;
   int64_t window = 0;
+  bool timed = false;
 
   Decoder(int64_t hidden, int64_t intermediate, int64_t heads, int64_t kv_heads, int64_t dim, double eps, double scale,
           double softcap, double residual_multiplier, const std::string& activation) {
@@ -267,7 +266,7 @@ struct Decoder : torch::CustomClassHolder {
     const size_t phases = octavo::COUNTED * layers.size();
     if (counters.size() != phases) counters = std::vector<std::atomic<int64_t>>(phases);
     for (auto& counter : counters) counter = 0;
-    const octavo::Workspace workspace = reserve(rows);
+    const octavo::Workspace workspace = reserve(rows, kv.block_size);
     const octavo::Decode decode{g, layers.data(), (int64_t)layers.size(), kv, rows, rotaries.data(), pointer<float>(x),
                                 workspace};
     parallel([&](const octavo::Thread& t) { kernels.decode(decode, t); }, timed ? &laps : nullptr);
@@ -283,9 +282,9 @@ struct Decoder : torch::CustomClassHolder {
     return all;
   }
 
-  octavo::Workspace reserve(const octavo::Rows& rows) {
-    int64_t floats = kernels.cut(rows, g, 0, items[0], merges[0]);
-    if (window) floats = std::max(floats, kernels.cut(rows, g, window, items[1], merges[1]));
+  octavo::Workspace reserve(const octavo::Rows& rows, int64_t block_size) {
+    int64_t floats = kernels.cut(rows, g, 0, block_size, cuts[0]);
+    if (window) floats = std::max(floats, kernels.cut(rows, g, window, block_size, cuts[1]));
     const int64_t q = g.heads * g.dim, width = q + 2 * g.kv_heads * g.dim;
     const int64_t widths[] = {g.hidden, width, q, g.intermediate, g.hidden, 1};
     int64_t encoded = 0;
@@ -298,7 +297,7 @@ struct Decoder : torch::CustomClassHolder {
     float* parted[6];
     for (int i = 0; i < 6; i++) parted[i] = (float*)at, at += (widths[i] * rows.tokens * 4 + 63) / 64 * 64;
     return {parted[0], parted[1], parted[2], parted[3], parted[4], at, parted[5], (float*)parts.take(floats * 4),
-            {&items[0], &items[1]}, {&merges[0], &merges[1]}, counters.data(), &barrier};
+            {&cuts[0], &cuts[1]}, counters.data(), &barrier};
   }
 };
 
@@ -313,23 +312,21 @@ Tensor attention(const Tensor& query, const Tensor& keys, const Tensor& values, 
   checked(keys, keys.scalar_type(), {keys.size(0), kv_heads, keys.size(2), dim}, "keys");
   octavo::Geometry g{};
   g.heads = heads, g.kv_heads = kv_heads, g.dim = dim;
-  std::vector<octavo::Item> items;
-  std::vector<octavo::Merge> merges;
+  octavo::Portions cut;
   Tensor out = at::empty_like(query);
-  Tensor parts = at::empty({kernels.cut(rows, g, window, items, merges)}, at::kFloat);
+  Tensor parts = at::empty({kernels.cut(rows, g, window, keys.size(2), cut)}, at::kFloat);
   const octavo::Attended attended{pointer<float>(query), heads * dim, pointer<float>(out), keys.data_ptr(),
                                   values.data_ptr(), keys.size(2), heads, kv_heads, dim, window, float(scale),
                                   float(softcap), pointer<float>(parts)};
+  const Kind kind = kind_of(keys, "keys");
   std::atomic<int64_t> counter{0};
   octavo::Barrier barrier;
-  const Kind kind = kind_of(keys, "keys");
   parallel([&](const octavo::Thread& t) {
-    kernels.attend(attended, kind, rows, items, merges, counter, barrier, t);
+    kernels.attend(attended, kind, rows, cut, counter, barrier, t);
   });
   return out;
 }
 
-// Whether attention can do such heads.
 bool attends(int64_t heads, int64_t kv_heads, int64_t dim) {
   return dim <= kernels.largest_head && dim % kernels.head_multiple == 0 && heads % kv_heads == 0 &&
          heads / kv_heads <= kernels.most_shared;

@@ -78,6 +78,24 @@ struct Item {
   int32_t first, count;   // queries, within the row
   int64_t begin, end;     // keys
   int64_t part;           // where its unfinished result goes, in floats; -1: it has all the keys and writes the result
+  int64_t state;          // where the keys before `begin` have left theirs; -1: it begins anew
+};
+
+constexpr int64_t SPAN = 1024;  // keys of an item at most: it ends where a multiple of them does
+
+// A row, and where the parts of its heads and spans lie.
+struct Member {
+  int32_t row;
+  int64_t part;    // of the first head and span, in floats
+  int64_t spans;
+  int64_t slot(int64_t head, int64_t key, int64_t size) const { return part + (head * spans + key / SPAN) * size; }
+};
+
+// Queries of several rows that share a key head, over a span of the keys that the rows have in common.
+struct Common {
+  int32_t head;
+  int32_t first, count;   // members
+  int64_t begin, end;     // keys
 };
 
 // The parts of one group of queries, to be put together.
@@ -85,6 +103,17 @@ struct Merge {
   int32_t row, head, first, count;
   int64_t part;   // the first of them
   int32_t parts;
+};
+
+// A step's attention in pieces. What is in `later` goes on from commons, all else waits for nothing.
+struct Portions {
+  std::vector<Common> commons;
+  std::vector<Item> items, later;
+  std::vector<Merge> merges;    // once all items are done
+  std::vector<Member> members;
+  std::vector<int64_t> common;  // [rows] keys that are left to commons
+  std::vector<Member> slots;    // [rows]
+  std::vector<int32_t> order;   // of rows, by where they begin
 };
 
 struct Rotary {
@@ -127,8 +156,7 @@ struct Workspace {
   void* encoded;
   float* scales;                                    // [tokens]
   float* parts;
-  const std::vector<Item>* items[2];                // of layers without a window, and with
-  const std::vector<Merge>* merges[2];
+  const Portions* cuts[2];                               // of layers without a window, and with
   std::atomic<int64_t>* counters;                   // [layers * COUNTED], zero at the start
   Barrier* barrier;
 };
@@ -191,10 +219,9 @@ struct Kernels {
   void (*pack_panel)(const Matrix& m, int64_t panel, const float* rows, int64_t stride);
   void (*encode)(const Matrix& m, const Operand& x, int64_t row);
   void (*multiply)(const Matrix& m, const Operand& x, int64_t rows, float* y, std::atomic<int64_t>& next);
-  int64_t (*cut)(const Rows& rows, const Geometry& g, int64_t window, std::vector<Item>& items,
-                 std::vector<Merge>& merges);
-  void (*attend)(const Attended& a, Kind kind, const Rows& rows, const std::vector<Item>& items,
-                 const std::vector<Merge>& merges, std::atomic<int64_t>& counter, Barrier& barrier, const Thread& t);
+  int64_t (*cut)(const Rows& rows, const Geometry& g, int64_t window, int64_t block_size, Portions& to);
+  void (*attend)(const Attended& a, Kind kind, const Rows& rows, const Portions& cut, std::atomic<int64_t>& counter,
+                 Barrier& barrier, const Thread& t);
   void (*decode)(const Decode& d, const Thread& t);
 };
 

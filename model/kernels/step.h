@@ -6,7 +6,7 @@
 //   items    attention                                              threads take the next item from a counter
 #pragma once
 
-#include "attention.h"
+#include "portions.h"
 #include "gemm.h"
 
 namespace OCTAVO_ISA {
@@ -63,24 +63,37 @@ inline void write_head(Kind kind, void* to, int64_t at, const float* from, int64
   }
 }
 
-inline void attend_all(const Attended& a, Kind kind, const Rows& rows, const std::vector<Item>& items,
-                       const std::vector<Merge>& merges, std::atomic<int64_t>& counter, octavo::Barrier& barrier,
-                       const Thread& t) {
+template <class Stored>
+inline void attend_all(const Attended& a, const Rows& rows, const Portions& cut, std::atomic<int64_t>& counter,
+                       octavo::Barrier& barrier, const Thread& t) {
   Scratch& scratch = *(Scratch*)t.scratch;
-  const int64_t count = int64_t(items.size());
-  for (int64_t i; (i = counter.fetch_add(1, std::memory_order_relaxed)) < count;) switch (kind) {
-      case Kind::f32: attend<float>(a, rows, items[i], scratch); break;
-      case Kind::f16: attend<f16>(a, rows, items[i], scratch); break;
-      default: attend<bf16>(a, rows, items[i], scratch); break;
-    }
-  t.mark(Phase::attention);
-  barrier.wait(t.count);
-  t.mark(Phase::wait);
-  if (merges.empty()) return;
-  for (size_t i = t.number; i < merges.size(); i += t.count) merge(a, rows, merges[i]);
-  t.mark(Phase::attention);
-  barrier.wait(t.count);
-  t.mark(Phase::wait);
+  const auto meet = [&] {
+    t.mark(Phase::attention);
+    barrier.wait(t.count);
+    t.mark(Phase::wait);
+  };
+  const int64_t commons = int64_t(cut.commons.size()), ready = commons + int64_t(cut.items.size()),
+                all = ready + int64_t(cut.later.size());
+  int64_t i = counter.fetch_add(1, std::memory_order_relaxed);
+  for (; i < ready; i = counter.fetch_add(1, std::memory_order_relaxed))
+    if (i < commons) attend<Stored>(a, rows, cut, cut.commons[i], scratch);
+    else attend<Stored>(a, rows, cut.items[i - commons], scratch);
+  if (ready < all) meet();
+  for (; i < all; i = counter.fetch_add(1, std::memory_order_relaxed))
+    attend<Stored>(a, rows, cut.later[i - ready], scratch);
+  meet();
+  if (cut.merges.empty()) return;
+  for (size_t m = t.number; m < cut.merges.size(); m += t.count) merge(a, rows, cut.merges[m]);
+  meet();
+}
+
+inline void attend_all(const Attended& a, Kind kind, const Rows& rows, const Portions& cut, std::atomic<int64_t>& counter,
+                       octavo::Barrier& barrier, const Thread& t) {
+  switch (kind) {
+    case Kind::f32: return attend_all<float>(a, rows, cut, counter, barrier, t);
+    case Kind::f16: return attend_all<f16>(a, rows, cut, counter, barrier, t);
+    default: return attend_all<bf16>(a, rows, cut, counter, barrier, t);
+  }
 }
 
 inline void store_lanes(const Matrix& m, float* row, int64_t panel, const float* values) {
@@ -194,8 +207,7 @@ struct Step : octavo::Decode {
     const int64_t width = (g.heads + 2 * g.kv_heads) * g.dim;
     const Attended attended{w.qkv, width, w.attended, pool.keys(number), pool.values(number), pool.block_size,
                             g.heads, g.kv_heads, g.dim, layer.window, g.attention_scale, g.attention_softcap, w.parts};
-    attend_all(attended, pool.kind, rows, *w.items[layer.window != 0], *w.merges[layer.window != 0],
-               next(), *w.barrier, t);
+    attend_all(attended, pool.kind, rows, *w.cuts[layer.window != 0], next(), *w.barrier, t);
   }
 
   void gate(const Thread& t, const Matrix& m, const Operand& from) const {

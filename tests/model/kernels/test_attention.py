@@ -111,6 +111,58 @@ def test_a_query_is_the_same_alone_and_in_a_chunk(
         assert torch.equal(attend(kernels, alone, 0.1, window, softcap)[0], out[number]), position
 
 
+def test_rows_that_begin_in_the_same_blocks(kernels: Kernels) -> None:
+    """Their common keys are read once for all; each row is the same as alone, to the last bit."""
+
+    @settings(max_examples=30, deadline=None)
+    @given(
+        rows=st.lists(
+            st.tuples(st.integers(0, 250), st.just(1) | st.integers(1, 20), st.integers(0, 8), st.integers(0, 2))
+            | st.tuples(st.integers(1000, 2300), st.integers(1, 3), st.integers(55, 140), st.just(0)),
+            min_size=2,
+            max_size=20,
+        ),
+        group=st.integers(1, 8),
+        dim=st.sampled_from([64, 80]),
+        size=st.sampled_from([16, 32, 64]),
+        kv=st.sampled_from([torch.float32, torch.bfloat16]),
+        window=st.sampled_from([None, None, 100]),
+        softcap=st.sampled_from([None, None, 20.0]),
+    )
+    def examples(
+        rows: list[tuple[int, int, int, int]],
+        group: int,
+        dim: int,
+        size: int,
+        kv: torch.dtype,
+        window: int | None,
+        softcap: float | None,
+    ) -> None:
+        made = scene(
+            [(start, count) for start, count, *_ in rows], heads=2 * group, kv_heads=2, dim=dim, size=size, kv=kv
+        )
+        batch = []
+        for number, (start, count, blocks, of) in enumerate(rows):
+            table = made.inputs.tables[number].tolist()[: -(-(start + count) // size)]
+            donor = made.inputs.tables[of % len(rows)].tolist()
+            lent = min(blocks, start // size, (rows[of % len(rows)][0]) // size)
+            batch.append(Row([0] * (start + count), start + count, start, count, donor[:lent] + table[lent:], PARAMS))
+        whole = replace(made, inputs=InputBuilder(len(made.query), size, CPU).build(Batch(batch)))
+        out = attend(kernels, whole, 0.1, window, softcap)
+        assert out.isfinite().all()
+        first = 0
+        for row in batch:
+            alone = replace(
+                made,
+                query=made.query[first : first + row.count],
+                inputs=InputBuilder(row.count, size, CPU).build(Batch([row])),
+            )
+            assert torch.equal(attend(kernels, alone, 0.1, window, softcap), out[first : first + row.count])
+            first += row.count
+
+    examples()
+
+
 def test_a_row_with_broken_numbers_breaks_no_other(kernels: Kernels) -> None:
     made = scene([(40, 1), (20, 1), (0, 30)], heads=4, kv_heads=2, dim=64)
     made.query[1, 2, 5] = torch.nan
