@@ -374,7 +374,9 @@ void constrain(const Tensor& scores, const Tensor& rows, const Tensor& masks) {
   for (int64_t i = 0; i < n; i++) {
     const int64_t row = pointer<int64_t>(rows)[i];
     TORCH_CHECK(row >= 0 && row < scores.size(0), "there is no row ", row);
-    float* score = pointer<float>(scores) + row * vocab;
+  }
+  each_row(n, vocab, [&](int64_t i, void*) {
+    float* score = pointer<float>(scores) + pointer<int64_t>(rows)[i] * vocab;
     const uint8_t* mask = pointer<uint8_t>(masks) + i * bytes;
     for (int64_t token = 0; token < vocab; token += 8) {
       if (mask[token / 8] == 0xFF) continue;
@@ -383,7 +385,7 @@ void constrain(const Tensor& scores, const Tensor& rows, const Tensor& masks) {
       if (count == 8) for (int64_t k = 0; k < 8; k++) score[token + k] += add[k];
       else for (int64_t k = 0; k < count; k++) score[token + k] += add[k];
     }
-  }
+  });
 }
 
 // Of one token in each of some rows: values [n, 1 + most] float64 and numbers [n, 1 + most], see Sampling::logprobs.
