@@ -16,6 +16,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -25,12 +26,17 @@ import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 
+from model.errors import ModelError
+
 if TYPE_CHECKING:
     from model.batch import Row
     from model.tokenizer import Tokenizer
 
 Mask = NDArray[np.uint8]
 """One bit a token, the lowest first; a set bit allows it."""
+
+Encode = Callable[[str], list[int]]
+"""Text to ids."""
 
 LIMITS = llguidance.LLParserLimits(
     initial_lexer_fuel=1_000_000,
@@ -72,7 +78,7 @@ class Vocabulary(msgspec.Struct, frozen=True):
             tokens.append(b"<end>")
         return cls(tokens, sorted({token for token in special if token < size} | set(ends)), ends)
 
-    def trie(self, encode: Callable[[str], list[int]] | None = None) -> LLTokenizer:
+    def trie(self, encode: Encode | None = None) -> LLTokenizer:
         """llguidance's tokenizer: a fifth of a second. `encode`: text to ids; without it a text is cut greedily."""
         source = _Source(self, encode)
         source.greedy = trie = LLTokenizer(source, eos_token=self.ends)  # type: ignore[arg-type]
@@ -84,7 +90,7 @@ class _Source:
 
     is_tokenizer_wrapper = True
 
-    def __init__(self, vocabulary: Vocabulary, encode: Callable[[str], list[int]] | None) -> None:
+    def __init__(self, vocabulary: Vocabulary, encode: Encode | None) -> None:
         self.tokens = vocabulary.tokens
         self.special_token_ids = vocabulary.special
         self.eos_token_id = vocabulary.ends[0]
@@ -114,28 +120,47 @@ def reason(matcher: LLMatcher) -> str:
     return " ".join(line for line in lines if line and line != "<non-verbose/>")[:500]
 
 
+@dataclass(frozen=True, slots=True)
+class _Base:
+    """What every grammar of a model needs."""
+
+    trie: LLTokenizer
+    ends: list[int]
+    width: int
+    """Bytes of a mask."""
+
+    @classmethod
+    def of(cls, load: Callable[[], tuple[Vocabulary, Encode | None]]) -> _Base:
+        vocabulary, encode = load()
+        return cls(vocabulary.trie(encode), vocabulary.ends, (len(vocabulary.tokens) + 31) // 32 * 4)
+
+
 class Grammars:
     """The engine's. Used by its thread; compiles in one of its own, which gives way to the steps."""
 
-    def __init__(self, vocabulary: Vocabulary, encode: Callable[[str], list[int]] | None = None) -> None:
-        """`encode`: see `Vocabulary.trie`."""
-        self._ends = vocabulary.ends
-        self._width = (len(vocabulary.tokens) + 31) // 32 * 4
-        self._trie = vocabulary.trie(encode)
+    def __init__(self, load: Callable[[], tuple[Vocabulary, Encode | None]]) -> None:
+        """`load` is called in that thread, at once: it and the trie take a second, and whoever starts need not wait for
+        them. It may raise ModelError. For what it returns see `Vocabulary.trie`."""
         self._known: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
         self._pool = ThreadPoolExecutor(1, "grammar", _give_way)
+        self._base = self._pool.submit(_Base.of, load)
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, vocab_size: int) -> Grammars:
-        """`vocab_size`: logits of the model."""
-        encode = partial(tokenizer.encode, add_special_tokens=False, allow_special=False)
-        return cls(Vocabulary.of(tokenizer, vocab_size), encode)
+    def of(cls, tokenizer: Callable[[], Tokenizer], vocab_size: int) -> Grammars:
+        """`vocab_size`: logits of the model. `tokenizer` may raise ModelError."""
+
+        def load() -> tuple[Vocabulary, Encode]:
+            loaded = tokenizer()
+            encode = partial(loaded.encode, add_special_tokens=False, allow_special=False)
+            return Vocabulary.of(loaded, vocab_size), encode
+
+        return cls(load)
 
     def compile(self, text: str) -> Future[LLMatcher]:
         """The grammar's compilation, begun now or earlier; its exception is a ValueError."""
         known = self._known.get(text)
         if known is None:
-            known = self._known[text] = self._pool.submit(compile_grammar, self._trie, text)
+            known = self._known[text] = self._pool.submit(self._compile, text)
             if len(self._known) > CACHED:
                 self._known.popitem(last=False)
         self._known.move_to_end(text)
@@ -143,8 +168,15 @@ class Grammars:
 
     def matcher(self, compiled: LLMatcher, prompt_len: int, stops: tuple[int, ...]) -> Matcher:
         """A new sequence's. `stops`: the ids that end it."""
-        closed = [token for token in self._ends if token not in stops]
-        return Matcher(compiled.deep_copy(), prompt_len, self._ends, closed, self._width)
+        base = self._base.result()
+        closed = [token for token in base.ends if token not in stops]
+        return Matcher(compiled.deep_copy(), prompt_len, base.ends, closed, base.width)
+
+    def _compile(self, text: str) -> LLMatcher:
+        try:
+            return compile_grammar(self._base.result().trie, text)
+        except ModelError as error:
+            raise ValueError(f"this engine has no tokenizer to follow it with: {error}") from None
 
 
 class Matcher:

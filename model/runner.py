@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -70,8 +71,7 @@ class LoadedModel:
     attention: str
     max_model_len: int
     max_num_batched_tokens: int
-    grammars: Grammars | None
-    """None where the model has no tokenizer that can be used."""
+    grammars: Grammars
     rope_switch: int | None
     """Longest sequence, in tokens, that uses a model's short rotary factors; None: it has one kind. A sequence that
     grows past it must be computed anew from its first token, and prefixes of the two kinds must not be shared."""
@@ -134,8 +134,6 @@ def load_runner(options: RunnerOptions, progress: Progress = lambda stage, detai
     except (RuntimeError, OSError) as error:
         raise ModelError(f"the KV cache of {format_bytes(plan.bytes)} cannot be allocated: {error}") from None
     runner = Runner(model, storage, max_tokens, kernels)
-    progress("grammars", "the tokenizer's tokens as a trie")
-    grammars = load_grammars(source, model.config.vocab_size)
     progress("warm-up", "one step of each kind")
     warm_up(runner, min(max_tokens, max_model_len, plan.num_tokens, 64))
     return LoadedModel(
@@ -152,7 +150,7 @@ def load_runner(options: RunnerOptions, progress: Progress = lambda stage, detai
         attention=attention.name,
         max_model_len=max_model_len,
         max_num_batched_tokens=max_tokens,
-        grammars=grammars,
+        grammars=Grammars.of(partial(load_tokenizer, source), model.config.vocab_size),
         rope_switch=model.rope_switch,
         embedding=embedding,
     )
@@ -175,14 +173,6 @@ def load_model(
     from model.transformers_model import load_transformers
 
     return load_transformers(source.path, config, attention, precision, device)
-
-
-def load_grammars(source: ModelSource, vocab_size: int) -> Grammars | None:
-    """What structured output needs. None where there is no tokenizer: then prompts can be sent as ids only."""
-    try:
-        return Grammars.of(load_tokenizer(source), vocab_size)
-    except ModelError:
-        return None
 
 
 def warm_up(runner: Runner, count: int) -> None:

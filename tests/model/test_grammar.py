@@ -43,7 +43,7 @@ def tokenizer(demo: ModelSource) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def grammars(tokenizer: Tokenizer) -> Grammars:
-    return Grammars.of(tokenizer, tokenizer.vocab_size)
+    return Grammars.of(lambda: tokenizer, tokenizer.vocab_size)
 
 
 def regex(pattern: str) -> str:
@@ -108,11 +108,11 @@ def test_special_tokens_match_no_text(grammars: Grammars, tokenizer: Tokenizer) 
 def test_a_model_without_an_end_has_one_behind_its_logits() -> None:
     letters = [bytes([65 + i]) for i in range(32)]
     vocabulary = Vocabulary([*letters, b"<end>"], [32], [32])
-    begun = matcher(Grammars(vocabulary), regex("AB?"), stops=())
+    begun = matcher(Grammars(lambda: (vocabulary, None)), regex("AB?"), stops=())
     assert allowed(masks_of(begun)[0]) == [0]
     begun.follow([0])
     assert allowed(masks_of(begun)[0]) == [1]
-    open_ended = matcher(Grammars(vocabulary), regex("AB?"), stops=(32,))
+    open_ended = matcher(Grammars(lambda: (vocabulary, None)), regex("AB?"), stops=(32,))
     open_ended.follow([0])
     assert allowed(masks_of(open_ended)[0]) == [1, 32]
 

@@ -45,7 +45,7 @@ def choose(row: Row, place: int, masks: dict[int, Mask]) -> int:
     return int(allowed[zlib.crc32(f"{row.params.seed} {row.index} {tokens}".encode()) % len(allowed)])
 
 
-GRAMMARS = Grammars(VOCABULARY)
+GRAMMARS = Grammars(lambda: (VOCABULARY, None))
 
 
 def constrained(it: World, grammars: Grammars | None = GRAMMARS) -> World:
@@ -171,7 +171,7 @@ class Slow(Grammars):
     """Compiles when it is told to."""
 
     def __init__(self) -> None:
-        super().__init__(VOCABULARY)
+        super().__init__(lambda: (VOCABULARY, None))
         self.go = threading.Event()
 
     def compile(self, text: str) -> Future[LLMatcher]:
