@@ -69,6 +69,13 @@ def run(sock: socket.socket, factory: Factory) -> int:
         channel.close()
 
 
+def _factory() -> Factory:
+    """Before the configuration comes: this takes seconds, and the parent has much to import itself meanwhile."""
+    from scheduler.assembly import assemble
+
+    return assemble
+
+
 def _end(signum: int, frame: FrameType | None) -> None:
     # Not sys.exit: an exception that meets a destructor is swallowed there, and the process would live on.
     os._exit(0)
@@ -82,9 +89,7 @@ def main() -> int:
     # Ctrl-C reaches the whole process group: the parent decides, and may want to drain first.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _end)
-    from scheduler.assembly import assemble  # Slow to import; the parent has much to import itself meanwhile.
-
-    return run(sock, assemble)
+    return run(sock, _factory())
 
 
 if __name__ == "__main__":

@@ -56,6 +56,7 @@ def serve(settings: Settings, worker: Sequence[str] | None = None) -> int:
             from server.daemon import Daemon
 
             report(Progress("model", f"{source.name}: {source.kind} {source.path}"))
+            report(Progress("import", "torch and the model code"))
 
             async def run() -> int:
                 return await Daemon(settings, sock, source, engine).run()

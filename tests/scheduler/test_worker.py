@@ -59,7 +59,7 @@ sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests" / "scheduler")!r}]
 from conftest import World
 from test_worker import READY
 from scheduler import worker
-worker._assemble = lambda config, report: (World().engine, READY)
+worker._factory = lambda: lambda config, report: (World().engine, READY)
 sys.exit(worker.main())
 """
 

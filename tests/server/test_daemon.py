@@ -26,10 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LAUNCHER = """
 import sys
 from server import engine_process
-fake = (sys.executable, "-m", "tests.server.fake_engine", "--interval", "0.02")
-engine_process.WORKER = fake
-from server import daemon
-daemon.serve.__defaults__ = (fake,)
+engine_process.WORKER = (sys.executable, "-m", "tests.server.fake_engine", "--interval", "0.02")
 from server.__main__ import main
 sys.exit(main(sys.argv[1:]))
 """
