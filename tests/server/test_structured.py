@@ -244,4 +244,4 @@ def ticking(server: Running) -> Iterator[list[float]]:
 def test_the_loop_does_not_wait_for_a_grammar(server: Running, ticking: list[float]) -> None:
     assert server.chat(structured_outputs={"json": SLOW}).status_code == 400
     assert len(ticking) > 10
-    assert max(ticking) < 0.5
+    assert max(ticking) < 1, "a second and a half passes until the grammar is given up"
