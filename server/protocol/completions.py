@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import Field, PlainValidator, StringConstraints, WithJsonSchema, model_validator
+from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
 
 from server.errors import InvalidRequest
 from server.protocol.base import Count, Int
@@ -75,6 +75,8 @@ class CompletionRequest(GenerationRequest):
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = UNSUPPORTED | {
         "suffix": ("",),
         "tools": ([],),
+        "documents": ([],),
+        "chat_template": (),
         "modalities": (["text"],),
         "audio": (),
     }
@@ -84,10 +86,6 @@ class CompletionRequest(GenerationRequest):
     logprobs: Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool = False
     add_special_tokens: bool = True
-    truncate_prompt_tokens: (
-        Annotated[Int, Field(ge=-1, le=2**31 - 1, description="-1: to what the context allows")] | None
-    ) = None
-    truncation_side: Annotated[str, StringConstraints(pattern="^(left|right)$")] = "left"
 
     @model_validator(mode="after")
     def _fit(self) -> Self:
@@ -95,9 +93,11 @@ class CompletionRequest(GenerationRequest):
             raise InvalidRequest(
                 f"min_tokens: must not exceed max_tokens ({self.min_tokens} > {self.max_tokens})", param="min_tokens"
             )
-        if len(self.prompt) * self.n > MAX_CHOICES:
+        if len(self.prompt) * self.sequences > MAX_CHOICES:
+            name = "n" if self.sequences == self.n else "best_of"
             raise InvalidRequest(
-                f"n: {len(self.prompt)} prompts times {self.n} exceed the limit of {MAX_CHOICES} choices", param="n"
+                f"{name}: {len(self.prompt)} prompts times {self.sequences} exceed the limit of {MAX_CHOICES} choices",
+                param=name,
             )
         if self.echo and len(self.stop) > 1:
             raise InvalidRequest("echo: not supported with a list of stop strings", param="echo")
