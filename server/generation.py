@@ -126,8 +126,8 @@ class Generation:
         }
 
     def timings(self) -> dict[str, float]:
-        """llama.cpp's `timings`, and how long the request waited: from the first step to the last token of all its prompts
-        and sequences."""
+        """llama.cpp's `timings`, and how long it waited: from the first step to the last token of all its prompts and
+        sequences."""
         usage, times = self.usage(), [stream.timings for stream in self.streams]
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         scheduled = min((t.scheduled for t in times if t.scheduled is not None), default=self._arrival)
@@ -217,7 +217,7 @@ class Generation:
 
 
 def best(results: list[SequenceResult], n: int) -> list[SequenceResult]:
-    """The `n` whose tokens are likeliest in the mean, best first, numbered anew; all as they are where there are `n`."""
+    """The `n` whose tokens are likeliest in the mean, best first, numbered anew; all as they are, of `n`."""
     if len(results) == n:
         return results
     ranked = sorted(results, key=lambda result: -result.mean_logprob)

@@ -22,7 +22,7 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-MAX_SECONDS = 2.0
+MAX_SECONDS = 1.0
 """CPU time of one rendering."""
 MAX_CHARS = 32 * 1024 * 1024
 """Of the output, and of any text on the way to it."""

@@ -8,7 +8,7 @@ from pydantic import Field, PlainValidator, StringConstraints, WithJsonSchema, m
 
 from server.errors import InvalidRequest, Unsupported
 from server.protocol.base import Body, Count, Int, at_most, fault
-from server.protocol.sampling import MAX_LOGPROBS, UNSUPPORTED, GenerationRequest
+from server.protocol.sampling import BEAMS, MAX_LOGPROBS, UNSUPPORTED, GenerationRequest
 from server.protocol.tools import ToolFields
 
 MAX_MESSAGES = 4096
@@ -165,7 +165,7 @@ class Prediction(Body):
 class ChatRequest(ChatFields, GenerationRequest):
     """Answer a conversation."""
 
-    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = UNSUPPORTED | CHAT_UNSUPPORTED
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = UNSUPPORTED | CHAT_UNSUPPORTED | BEAMS
 
     max_completion_tokens: Annotated[Count, Field(ge=1)] | None = None
     max_tokens: Annotated[Count, Field(ge=1, description="deprecated: max_completion_tokens")] | None = None

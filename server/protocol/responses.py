@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, PlainValidator, StringConstraints, 
 from server.errors import Unsupported
 from server.protocol.base import Body, Count, Int, at_most, fault
 from server.protocol.items import Item, parse_items
-from server.protocol.sampling import MAX_LOGPROBS, UNSUPPORTED, Metadata, SamplingFields
+from server.protocol.sampling import BEAMS, MAX_LOGPROBS, UNSUPPORTED, Metadata, SamplingFields
 from server.protocol.structured import StructureFields
 from server.protocol.tools import MAX_TOOLS, CustomFormat
 
@@ -86,7 +86,9 @@ class ResponseStreamFields(Body):
 class InputFields(SamplingFields, StructureFields):
     """What makes up the prompt; /v1/responses/input_tokens counts its tokens."""
 
-    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = UNSUPPORTED | {
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **UNSUPPORTED,
+        **BEAMS,
         "background": (False,),
         "background_options": (),
         "conversation": (),

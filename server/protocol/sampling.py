@@ -75,8 +75,6 @@ Tier = Literal["auto", "default", "flex", "scale", "priority", "fast"]
 SaltString = Annotated[str, StringConstraints(min_length=1, max_length=128, pattern=r"^[^@/\\\x00]*$")]
 
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "use_beam_search": (False,),
-    "length_penalty": (1,),
     # samplers of other servers
     "typical_p": (1,),
     "top_a": (0,),
@@ -126,6 +124,8 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "adapter_id": (),
 }
 """Refused with 400 unless the value asks for nothing."""
+BEAMS: dict[str, tuple[Any, ...]] = {"use_beam_search": (False,), "length_penalty": (1,)}
+"""Of /v1/completions only."""
 
 
 class StreamFields(Body):

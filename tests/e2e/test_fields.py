@@ -56,3 +56,24 @@ def test_timings_add_up(daemon: Daemon) -> None:
     assert timings["predicted_n"] == usage["completion_tokens"] == 12
     assert timings["predicted_ms"] > 0 < timings["prompt_ms"]
     assert timings["predicted_per_second"] == pytest.approx(12_000 / timings["predicted_ms"], rel=1e-3)
+
+
+def likelihood(daemon: Daemon, choice: dict[str, Any]) -> float:
+    """Logprob of a choice's tokens behind its prompt, from the echo of both."""
+    ids = choice["prompt_token_ids"] + choice["token_ids"]
+    whole = ask(daemon, COMPLETIONS, prompt=ids, max_tokens=0, echo=True, logprobs=0)
+    return float(sum(whole["choices"][0]["logprobs"]["token_logprobs"][len(choice["prompt_token_ids"]) :]))
+
+
+def test_beams_find_what_is_likelier_than_greed(daemon: Daemon) -> None:
+    fields = {"prompt": "The best way to learn is", "max_tokens": 8, "ignore_eos": True, "return_token_ids": True}
+    greedy = ask(daemon, COMPLETIONS, **fields, temperature=0)["choices"][0]
+    one = ask(daemon, COMPLETIONS, **fields, use_beam_search=True)["choices"][0]
+    assert one["text"] == greedy["text"], "a single beam is greedy"
+    body = ask(daemon, COMPLETIONS, **fields, use_beam_search=True, n=4)
+    found = [likelihood(daemon, choice) for choice in body["choices"]]
+    assert len({tuple(choice["token_ids"]) for choice in body["choices"]}) == 4
+    assert found == pytest.approx(sorted(found, reverse=True), abs=1e-4)
+    assert found[0] >= likelihood(daemon, greedy) - 1e-3
+    assert body["usage"] == {"prompt_tokens": 6, "completion_tokens": 32, "total_tokens": 38}
+    daemon.wait(daemon.at_rest, 2, "blocks freed")

@@ -14,7 +14,7 @@ import pytest
 from tests.e2e.daemon import Daemon
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-TOKENS = 32
+TOKENS = 24
 LINE = "A register of names and codes, in no order at all. "
 GREEDY = {"temperature": 0}
 SEEDED = {"temperature": 0.9, "top_p": 0.95, "seed": 7}
@@ -41,7 +41,7 @@ PROBES = [
     chat("Name three colours.", **GREEDY),
     chat("Write a line of verse about rain.", **SEEDED),
 ]
-OTHERS = [completion(LINE * (n % 9) + f"Entry {n}:", **(GREEDY if n % 2 else {"seed": n})) for n in range(26)]
+OTHERS = [completion(LINE * (n % 5) + f"Entry {n}:", **(GREEDY if n % 2 else {"seed": n})) for n in range(26)]
 
 
 @dataclass(slots=True)
