@@ -43,6 +43,21 @@ def token_logprobs(
     return result
 
 
+def with_tokens(logits: torch.Tensor, token: int, value: Logprob, ids: Sequence[int]) -> Logprob:
+    """What `token_logprobs` found for `token`, with the tokens `ids` among its alternatives too, likeliest first.
+
+    logits: float32 [vocab], the same.
+    """
+    more = [id for id in dict.fromkeys(ids) if id not in value.top_ids]
+    if not more:
+        return value
+    picked = logits[torch.tensor([token, *more], device=logits.device)].double().cpu()
+    norm = picked[0] - value.logprob if value.logprob > FLOOR else torch.logsumexp(logits.double(), 0).cpu()
+    pairs = [*zip(value.top_ids, value.top_logprobs, strict=True), *zip(more, _floored(picked[1:] - norm), strict=True)]
+    pairs = sorted(((id, float(logprob)) for id, logprob in pairs), key=lambda pair: (-pair[1], pair[0]))
+    return Logprob(value.logprob, value.rank, [id for id, _ in pairs], [logprob for _, logprob in pairs])
+
+
 def prompt_logprobs(
     logits: torch.Tensor, next_tokens: Sequence[int], k: int, kernels: Kernels | None = None
 ) -> list[Logprob]:

@@ -42,6 +42,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """What the output must match from its first token on, in llguidance's serialised form (`model.grammar`)."""
     logprobs: int | None = None
     """None: none; k ≥ 0: the sampled token's logprob and the k likeliest. Of the raw distribution."""
+    logprob_token_ids: tuple[int, ...] = ()
+    """With `logprobs`: tokens whose logprobs come in any case, beside the k likeliest."""
     prompt_logprobs: int | None = None
     """The same for every prompt token but the first. Such a request reads no prefix cache."""
     pooling: Pooling | None = None

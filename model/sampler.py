@@ -21,7 +21,7 @@ from model.batch import BAD_LOGITS, NO_TOKEN, Row
 from model.edits import constrain, edit, is_edited
 from model.grammar import Mask
 from model.kernels.loaded import Kernels
-from model.logprobs import token_logprobs
+from model.logprobs import token_logprobs, with_tokens
 from model.params import Logprob, SamplingParams
 from model.truncation import truncate
 from model.uniform import uniforms
@@ -73,7 +73,8 @@ class Sampler:
             own = [tokens[i] for i in numbers]
             values = token_logprobs(logits, own, [k for _, k in asked], rows=numbers, kernels=self._kernels)
             for i, value in zip(numbers, values, strict=True):
-                result[i] = value
+                ids = rows[i].params.logprob_token_ids
+                result[i] = with_tokens(logits[i], tokens[i], value, ids) if ids else value
         return result
 
 

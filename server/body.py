@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
 from server.errors import DeadlineExceeded, InvalidRequest, PayloadTooLarge, UnsupportedMediaType
-from server.protocol.base import invalid
+from server.protocol.base import STRICT, invalid
 from server.service import Service
 
 MAX_BODY_BYTES = 32 * 2**20
@@ -201,6 +201,7 @@ async def read_object(request: Request, service: Service, parse: Callable[[dict[
     check_media_type(request)
     service.require()
     service.admission.check()
+    STRICT.set(service.settings.strict_fields)
     body = await read_body(request)
     if len(body) <= INLINE_BYTES:
         return parse(parse_json_object(body))

@@ -45,6 +45,8 @@ class StreamOptions:
     """Stop strings count only where they end after so many tokens."""
     token_ids: bool = False
     """Send events for tokens that bring no text yet."""
+    interval: int = 1
+    """Tokens of an event at least; the first and the last one come at once."""
     shown: frozenset[int] = frozenset()
     """Special tokens that belong to the text in any case: markers of calls and of reasoning."""
     reasoning: ReasoningFormat | None = None
@@ -75,9 +77,11 @@ class Choice:
         "_scored",
         "_sent",
         "_splitter",
+        "_spoken",
         "_vocabulary",
         "finish_reason",
         "index",
+        "logprob_sum",
         "pending_chars",
         "reasoning_tokens",
         "stop_reason",
@@ -98,6 +102,10 @@ class Choice:
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
         self.pending_chars = 0
+        self.logprob_sum = 0.0
+        """Of all tokens, the one that ended it included; 0 where no logprobs are asked for."""
+        self._spoken = False
+        """The first event with generated text is gone."""
         self._vocabulary = vocabulary
         self._options = options
         self.reasoning_tokens = 0
@@ -130,6 +138,8 @@ class Choice:
         if token >= 0:
             self.tokens.append(token)
             self._event_ids.append(token)
+            if logprob is not None:
+                self.logprob_sum += logprob.logprob
             if not stopped or self._options.include_stop:
                 self._add(token, logprob)
         if finish and self.finish_reason is None:
@@ -212,17 +222,20 @@ class Choice:
 
     @property
     def ready(self) -> bool:
+        """Whether it is time for an event."""
+        if self.finish_reason is not None:
+            return True
+        return self.pending and (not self._spoken or len(self._event_ids) >= self._options.interval)
+
+    @property
+    def pending(self) -> bool:
         """Whether there is something for the reader."""
-        return bool(
-            self._event_text
-            or self._event_entries
-            or self.finish_reason is not None
-            or (self._event_ids and self._options.token_ids)
-        )
+        return bool(self._event_text or self._event_entries or (self._event_ids and self._options.token_ids))
 
     def take(self) -> TextEvent:
         """Everything since the last time, as one event."""
         text, ids = self._event_text, self._event_ids
+        self._spoken = self._spoken or bool(text and ids)
         event = TextEvent(
             self.index,
             text[0] if len(text) == 1 else "".join(text),

@@ -28,12 +28,14 @@ async def begin(generation: Generation, body: ChatRequest, chat: Chat, caller: C
     loaded = generation.loaded
     prompts, sampling, formats = loaded.prompts, loaded.sampling, loaded.formats
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    cut = prompts.cut(body.truncate_prompt_tokens, body.truncation_side, body.limit or 1)
     params, prompt = await asyncio.gather(
         prompts.threaded(lambda: sampling.params(body, logprobs=logprobs, prompt_logprobs=body.prompt_logprobs)),
-        prompts.chat(chat, add_special_tokens=body.add_special_tokens),
+        prompts.chat(chat, add_special_tokens=body.add_special_tokens, cut=cut),
     )
     scored = 0 if body.prompt_logprobs is None else body.prompt_logprobs + 1
-    check_values(len(prompt.ids), scored + body.n * body.return_token_ids, "prompt_logprobs" if scored else "n")
+    values = scored + body.return_prompt_text + body.n * (body.return_token_ids + body.echo)
+    check_values(len(prompt.ids), values, "prompt_logprobs" if scored else "n")
     max_tokens = prompts.max_tokens(len(prompt.ids), body.limit, param="messages", field=body.limit_field)
     last = chat.messages[-1]["content"] if body.continue_final_message else None
     inside = formats.inside(prompt.text or "", last)
@@ -50,11 +52,21 @@ async def begin(generation: Generation, body: ChatRequest, chat: Chat, caller: C
         skip_special_tokens=body.skip_special_tokens,
         min_tokens=body.min_tokens,
         token_ids=body.return_token_ids,
+        interval=body.stream_interval,
         # A grammar speaks of every character, a first blank included.
         new_text=not body.continue_final_message and grammar is None,
     )
+    text = ""
+    if body.return_prompt_text:
+        text = (prompt.text if cut is None else None) or await prompts.decode(prompt.ids)
     job = Job(
-        prompt.ids, replace(params(max_tokens), grammar=grammar), body.n, body.priority, caller.tenant, caller.salt
+        prompt.ids,
+        replace(params(max_tokens), grammar=grammar),
+        body.sequences,
+        body.priority,
+        caller.tenant,
+        caller.salt,
+        text=text,
     )
     generation.submit([job], options)
     return format

@@ -105,6 +105,7 @@ def make_loaded(settings: Settings, tokenizer: Tokenizer, ready: Ready) -> Loade
             template=given,
             tool_format=formats.tools or HERMES,
             allow_special_in_content=settings.allow_special_tokens_in_content,
+            trust_templates=settings.trust_request_chat_template,
         )
     except (RequestError, OSError, UnicodeError) as error:
         raise StartError(f"--chat-template {settings.chat_template or 'of the model'}: {error}") from None

@@ -11,13 +11,14 @@ import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from model.params import SamplingParams
 from scheduler.messages import Submit
 from server.echo import Echo
 from server.errors import DeadlineExceeded
+from server.protocol.sampling import GenerationRequest
 from server.service import Service
 from server.streams import RequestStream, SequenceResult, StreamOptions, TextEvent
 
@@ -33,6 +34,8 @@ class Job:
     tenant: str
     salt: bytes
     echo: Echo | None = None
+    text: str = ""
+    """The prompt's, where the answer has it."""
 
 
 class Generation:
@@ -44,6 +47,8 @@ class Generation:
         service.admission.reserve(sequences)
         self.id = secrets.token_hex(16)
         self.streams: list[RequestStream] = []
+        self.texts: list[str] = []
+        """Of the prompts, where the answer has them."""
         self._service = service
         self._endpoint = endpoint
         self._sequences = sequences
@@ -81,6 +86,7 @@ class Generation:
 
             opened = service.client.open(stream)
             self.streams.append(opened)
+            self.texts.append(job.text)
             self._reasons.append([])
             service.metrics.live.add(opened)
             self._watch(opened, first)
@@ -118,6 +124,32 @@ class Generation:
             "prompt_tokens_details": {"cached_tokens": sum(stream.usage.cached_tokens for stream in self.streams)},
             "completion_tokens_details": {"reasoning_tokens": sum(stream.reasoning_tokens for stream in self.streams)},
         }
+
+    def timings(self) -> dict[str, float]:
+        """llama.cpp's `timings`, and how long it waited: from the first step to the last token of all its prompts and
+        sequences."""
+        usage, times = self.usage(), [stream.timings for stream in self.streams]
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        scheduled = min((t.scheduled for t in times if t.scheduled is not None), default=self._arrival)
+        first = min((t.first_token for t in times if t.first_token is not None), default=scheduled)
+        last = max((t.last_token for t in times if t.last_token is not None), default=first)
+        return {
+            "queue_ms": _ms(scheduled - self._arrival),
+            "cache_n": cached,
+            **_rates("prompt", usage["prompt_tokens"] - cached, _ms(first - scheduled)),
+            **_rates("predicted", usage["completion_tokens"], _ms(last - first)),
+        }
+
+    def asides(self, body: GenerationRequest) -> dict[str, Any]:
+        """What every chunk says beside its choice."""
+        fields: dict[str, Any] = {}
+        if body.include_usage or body.usage_in_every_chunk:
+            fields["usage"] = self.usage() if body.usage_in_every_chunk else None
+        return fields | self.timed(body)
+
+    def timed(self, body: GenerationRequest) -> dict[str, Any]:
+        """The timings, where they are asked for."""
+        return {"timings": self.timings()} if body.timings_per_token else {}
 
     def close(self) -> None:
         """The one way out: what still runs is aborted, the slots are free, everything is counted. Idempotent."""
@@ -182,6 +214,27 @@ class Generation:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def best(results: list[SequenceResult], n: int) -> list[SequenceResult]:
+    """The `n` whose tokens are likeliest in the mean, best first, numbered anew; all as they are, of `n`."""
+    if len(results) == n:
+        return results
+    ranked = sorted(results, key=lambda result: -result.mean_logprob)
+    return [replace(result, index=index) for index, result in enumerate(ranked[:n])]
+
+
+def _ms(seconds: float) -> float:
+    return round(max(0.0, seconds) * 1000, 3)
+
+
+def _rates(name: str, count: int, ms: float) -> dict[str, float]:
+    return {
+        f"{name}_n": count,
+        f"{name}_ms": ms,
+        f"{name}_per_token_ms": round(ms / count, 3) if count else 0.0,
+        f"{name}_per_second": round(count / ms * 1000, 3) if ms else 0.0,
+    }
 
 
 def _outcome(stream: RequestStream, reasons: list[str]) -> str:

@@ -19,7 +19,7 @@ from typing import TypeVar
 
 from model.tokenizer import Tokenizer
 from server.detokenizer import decode
-from server.errors import CapacityExceeded, ContextTooLong, InvalidRequest, TemplateError
+from server.errors import CapacityExceeded, ContextTooLong, InvalidRequest, TemplateError, Unsupported
 from server.forgery import SpecialTokens, escaped, strings, unused
 from server.parsing.formats import HERMES, ToolFormat
 from server.protocol.base import count_values
@@ -55,6 +55,19 @@ class PromptLimits:
 
 
 @dataclass(frozen=True, slots=True)
+class Cut:
+    """How a prompt that is too long is cut, where the client wants that."""
+
+    keep: int
+    """Tokens."""
+    side: str
+    """Which end is cut off: left or right."""
+
+    def __call__(self, ids: list[int]) -> list[int]:
+        return (ids[-self.keep :] if self.side == "left" else ids[: self.keep]) if self.keep else []
+
+
+@dataclass(frozen=True, slots=True)
 class Prompt:
     ids: list[int]
     text: str | None = None
@@ -72,10 +85,11 @@ class PromptBuilder:
         template: str | None = None,
         tool_format: ToolFormat = HERMES,
         allow_special_in_content: bool = False,
+        trust_templates: bool = False,
         threads: int = 2,
     ) -> None:
         """`template`: Jinja source to use instead of the model's own. `tool_format`: how tools are explained where it
-        knows none. Raises TemplateError where it is no template."""
+        knows none. `trust_templates`: a chat may bring its own. Raises TemplateError where it is no template."""
         self.limits = limits
         self._tokenizer = tokenizer
         source = template or tokenizer.chat_template
@@ -83,14 +97,22 @@ class PromptBuilder:
         own = None if template else tokenizer.chat_templates.get(TOOL_TEMPLATE)
         self._tool_template = ChatTemplate(own, tokenizer.special_tokens) if own else self.template
         self._tool_format = tool_format
+        self._trust_templates = trust_templates
         self._special = None if allow_special_in_content else SpecialTokens(tokenizer)
         self._vocab_size = min(limits.vocab_size, tokenizer.vocab_size)
         self._token_bytes = max(len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size))
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="octavo-text")
 
-    async def chat(self, chat: Chat, *, add_special_tokens: bool = False) -> Prompt:
-        """A conversation as a prompt."""
-        return await self.threaded(lambda: self._chat(chat, add_special_tokens))
+    async def chat(self, chat: Chat, *, add_special_tokens: bool = False, cut: Cut | None = None) -> Prompt:
+        """A conversation as a prompt; `text` is what it was before the cut."""
+        return await self.threaded(lambda: self._chat(chat, add_special_tokens, cut))
+
+    def cut(self, tokens: int | None, side: str, max_tokens: int) -> Cut | None:
+        """For `truncate_prompt_tokens`; -1 keeps what leaves room for `max_tokens`, and at least one token."""
+        if tokens is None:
+            return None
+        room = self.limits.max_model_len - max(1, max_tokens)
+        return Cut(max(1, room) if tokens == -1 else tokens, side)
 
     async def completion(
         self,
@@ -128,8 +150,7 @@ class PromptBuilder:
             _encodable(text, param)
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens, allow_special=allow_special)
 
-        if len(text) > MAX_ENCODED_CHARS:
-            raise InvalidRequest(f"{param}: {len(text)} characters are more than {MAX_ENCODED_CHARS}", param=param)
+        _encoded(len(text), param)
         return await self.threaded(work)
 
     async def decode(self, ids: list[int], *, skip_special_tokens: bool = False, param: str = "tokens") -> str:
@@ -188,8 +209,22 @@ class PromptBuilder:
             results += await self.threaded(partial(list, map(work, job)))
         return results
 
-    def _chat(self, chat: Chat, add_special_tokens: bool) -> Prompt:
-        template = self._tool_template if chat.tools else self.template
+    def _template(self, chat: Chat) -> ChatTemplate | None:
+        if chat.template is None:
+            return self._tool_template if chat.tools else self.template
+        if not self._trust_templates:
+            raise Unsupported(
+                "chat_template: this server takes no templates from requests; --trust-request-chat-template lets it",
+                param="chat_template",
+            )
+        try:
+            return ChatTemplate(chat.template, self._tokenizer.special_tokens)
+        except TemplateError as error:
+            error.param = "chat_template"
+            raise
+
+    def _chat(self, chat: Chat, add_special_tokens: bool, cut: Cut | None) -> Prompt:
+        template = self._template(chat)
         if template is None:
             raise TemplateError(
                 "messages: this model has no chat template; use /v1/completions, or start the server with one",
@@ -202,11 +237,15 @@ class PromptBuilder:
             raise InvalidRequest(
                 f"chat_template_kwargs: holds more than {MAX_KWARGS_NODES} values", param="chat_template_kwargs"
             )
+        if chat.documents and "documents" not in template.variables:
+            raise Unsupported("documents: the model's chat template does not read any", param="documents")
+        if count_values(chat.documents, MAX_KWARGS_NODES) > MAX_KWARGS_NODES:
+            raise InvalidRequest(f"documents: hold more than {MAX_KWARGS_NODES} values", param="documents")
         if not (template.knows_tools if chat.tools else template.knows_calls):
             chat = described(chat, self._tool_format)
         conversation = (chat.messages, chat.tools, chat.documents)
         # First of all: the search for special tokens holds the GIL, the longer the strings the longer.
-        self._bound(sum(map(len, strings(conversation))), "messages")
+        self._bound(sum(map(len, strings(conversation))), "messages", cut)
         self._bound(sum(map(len, strings(chat.kwargs))), "chat_template_kwargs")
         guard, tag = unused((conversation, chat.kwargs), 2, template.source)
         special = self._special
@@ -214,13 +253,13 @@ class PromptBuilder:
         # Templates that print objects print a guard as its escape.
         text = template.render(chat, mark, tag).replace(escaped(guard), guard)
         _encodable(text, "messages")
-        self._bound(len(text), "messages")
+        self._bound(len(text), "messages", cut)
         if special is None:
             ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         else:
             ids = special.encode(text, guard, add_special_tokens)
             text = text.replace(guard, "")
-        return Prompt(self._whole(ids, add_special_tokens, "messages"), text)
+        return Prompt(self._whole(ids if cut is None else cut(ids), add_special_tokens, "messages"), text)
 
     def _completion(self, prompt: str | list[int], add_special_tokens: bool, param: str) -> Prompt:
         if isinstance(prompt, str):
@@ -256,8 +295,11 @@ class PromptBuilder:
                 f"{param}: token id {wrong} is outside the vocabulary (0 to {self._vocab_size - 1})", param=param
             )
 
-    def _bound(self, chars: int, param: str) -> None:
+    def _bound(self, chars: int, param: str, cut: Cut | None = None) -> None:
         """Every character takes at least one byte, and no token has more than so many."""
+        if cut is not None:
+            _encoded(chars, param)
+            return
         least = -(-chars // self._token_bytes)
         if least > self.limits.max_model_len:
             self._too_long(least, param, "at least ")
@@ -300,6 +342,11 @@ def _jobs(prompts: Sequence[P]) -> Iterator[list[P]]:
             yield job
             job, length = [], 0
     yield job
+
+
+def _encoded(chars: int, param: str) -> None:
+    if chars > MAX_ENCODED_CHARS:
+        raise InvalidRequest(f"{param}: {chars} characters are more than {MAX_ENCODED_CHARS}", param=param)
 
 
 def _encodable(text: str, param: str) -> None:

@@ -50,6 +50,7 @@ class Sampling:
         self._check_ids("logit_bias", request.logit_bias)
         self._check_ids("stop_token_ids", request.stop_token_ids)
         self._check_ids("allowed_token_ids", request.allowed_token_ids or ())
+        self._check_ids("logprob_token_ids", request.logprob_token_ids)
         stops = dict.fromkeys(request.stop_token_ids)
         if not request.ignore_eos:
             stops |= dict.fromkeys(sorted(self._tokenizer.eos_ids))
@@ -84,7 +85,9 @@ class Sampling:
             allowed_token_ids=allowed,
             bad_words=bad_words,
             grammar=grammar,
-            logprobs=logprobs,
+            # The best of several are found by their logprobs.
+            logprobs=0 if logprobs is None and request.sequences > request.n else logprobs,
+            logprob_token_ids=tuple(request.logprob_token_ids),
             prompt_logprobs=prompt_logprobs,
         )
         return lambda max_tokens: msgspec.structs.replace(common, max_tokens=max_tokens, seed=self._seed(request.seed))

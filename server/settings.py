@@ -115,6 +115,9 @@ class Settings(BaseSettings):
     seed: int | None = flag(
         None, "Model", "seeds of requests that bring none are drawn from it; by default at random", "N", ge=0, lt=2**63
     )
+    trust_request_chat_template: bool = flag(
+        False, "Model", "let requests bring a chat_template of their own; it runs in the sandbox, within its limits"
+    )
     allow_special_tokens_in_content: bool = flag(
         False, "Model", "let special tokens written out in a message's content become special tokens"
     )
@@ -171,6 +174,7 @@ class Settings(BaseSettings):
     api_key: Annotated[list[SecretStr], NoDecode, BeforeValidator(_commas)] = flag(
         [], "Server", "key that clients must send; more keys, each its own flag or after a comma", "KEY"
     )
+    strict_fields: bool = flag(False, "Server", "refuse unknown fields of a request with 400 instead of ignoring them")
     protect_metrics: bool = flag(False, "Server", "ask for the key on /metrics too")
     drain_timeout: float = flag(
         30, "Server", "seconds that running requests get to finish after SIGTERM", "SECONDS", ge=0, le=86400

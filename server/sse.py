@@ -61,9 +61,9 @@ class Frames:
             around = self._around[index] = before, behind
         return b"%b%b%b" % (around[0], orjson.dumps(text), around[1])
 
-    def with_usage(self, choice: bytes, usage: dict[str, Any]) -> bytes:
-        """The same with usage; no choice makes the last chunk of `include_usage`."""
-        return self._head + choice + b'],"usage":' + orjson.dumps(usage) + b"}\n\n"
+    def beside(self, choice: bytes, fields: dict[str, Any]) -> bytes:
+        """The same with usage and the like beside it; no choice makes the last chunk of `include_usage`."""
+        return self._head + choice + b"]," + orjson.dumps(fields)[1:] + b"\n\n"
 
 
 def error_frames(error: RequestError) -> bytes:

@@ -14,10 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-MAX_STOPS = 64
-MAX_STOP_LENGTH = 1024
-"""In characters. Both are limits for clients; the matcher itself has none."""
-
 
 class StopStrings:
     """The stop strings of a request, shared by its sequences."""

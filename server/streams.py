@@ -59,6 +59,8 @@ class SequenceResult:
     logprobs: tuple[TokenEntry, ...] | None
     finish_reason: str | None
     stop_reason: str | int | None
+    mean_logprob: float = 0.0
+    """Of its tokens, the one that ended it included; 0 where no logprobs are asked for."""
 
 
 class RequestStream:
@@ -199,6 +201,7 @@ class RequestStream:
         """The reader gets what is already there, then `error` is raised to it. Tells the engine nothing."""
         if not self.done:
             self.error = error
+            self._ready.update(choice.index for choice in self._choices if choice.pending)
             self.wake()
 
     def cancel(self) -> None:
@@ -243,6 +246,7 @@ class RequestStream:
 
     def _result(self, events: list[TextEvent]) -> SequenceResult:
         last = events[-1]
+        choice = self._choices[last.index]
         return SequenceResult(
             last.index,
             "".join(event.text for event in events),
@@ -250,6 +254,7 @@ class RequestStream:
             tuple(entry for event in events for entry in event.logprobs or ()) if self._scored else None,
             last.finish_reason,
             last.stop_reason,
+            choice.logprob_sum / max(1, len(choice.tokens)),
         )
 
     def _end_all(self, error: RequestError) -> None:

@@ -42,6 +42,8 @@ class Chat:
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] | None = None
     documents: Sequence[Mapping[str, Any]] | None = None
+    template: str | None = None
+    """Jinja source that the client brought."""
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     """The prompt ends with the last message's content, so that the model goes on with it."""
@@ -72,6 +74,8 @@ class ChatTemplate:
             self._template, self.variables = self._sandbox.compile_chat(source)
         except jinja2.TemplateSyntaxError as fault:
             raise TemplateError(f"chat template, line {fault.lineno}: {_words(fault)}") from None
+        except ValueError as fault:  # a number of thousands of digits
+            raise TemplateError(f"chat template: {_words(fault)}") from None
         except (RecursionError, SyntaxError, MemoryError):  # of Python's own compiler
             raise TemplateError("chat template: nested too deeply") from None
         self._knows_developer = "developer" in source

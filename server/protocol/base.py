@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextvars import ContextVar
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -17,8 +18,13 @@ from server.errors import InvalidRequest, Unsupported
 log = logging.getLogger("octavo.protocol")
 
 MAX_UNKNOWN_NAMES = 256
+MAX_PATH_PART = 64
 _unknown_names: set[str] = set()
 """Field names already logged; bounded, since clients choose them."""
+
+
+STRICT: ContextVar[bool] = ContextVar("strict", default=False)
+"""Whether unknown fields of the request at hand are refused (--strict-fields)."""
 
 
 def _whole(value: object) -> object:
@@ -64,7 +70,7 @@ class Body(BaseModel):
         present = {name: value for name, value in data.items() if value is not None}
         for name in present.keys() - {field.alias or name for name, field in cls.model_fields.items()}:
             if name not in cls.unsupported:
-                _log_unknown(name)
+                _unknown(name)
             elif present[name] not in cls.unsupported[name]:
                 accepted = _accepted(cls.unsupported[name])
                 raise Unsupported(f"{name}: this server does not support it{accepted}", param=name)
@@ -75,7 +81,10 @@ def _accepted(neutral: tuple[Any, ...]) -> str:
     return f" (accepted: {', '.join(map(repr, neutral))})" if neutral else ""
 
 
-def _log_unknown(name: str) -> None:
+def _unknown(name: str) -> None:
+    if STRICT.get():
+        shown = ascii(name[:64])[1:-1]
+        raise Unsupported(f"{shown}: no such field is known", param=shown, code="unknown_parameter")
     if name not in _unknown_names and len(_unknown_names) < MAX_UNKNOWN_NAMES:
         _unknown_names.add(name)
         log.info("ignored an unknown request field: %s", ascii(name[:64]))
@@ -105,7 +114,7 @@ def invalid(error: ValidationError, *before: str | int) -> InvalidRequest:
     """
     first = error.errors(include_url=False, include_input=False)[0]
     place = [*before, *first["loc"], *([first["ctx"]["field"]] if first["type"] == "fault" else [])]
-    path = ".".join(str(part) for part in place if part != "[key]")
+    path = ".".join(str(part)[:MAX_PATH_PART] for part in place if part != "[key]")
     message = first["msg"].removeprefix("Value error, ")
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
     return InvalidRequest(f"{path or 'body'}: {message}{more}", param=path or None)

@@ -7,11 +7,14 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, PlainValidator, StringConstraints, WithJsonSchema, model_validator
 
 from server.errors import InvalidRequest, Unsupported
-from server.protocol.base import Body, Count, Int, fault
-from server.protocol.sampling import MAX_LOGPROBS, UNSUPPORTED, GenerationRequest
+from server.protocol.base import Body, Count, Int, at_most, fault
+from server.protocol.sampling import BEAMS, MAX_LOGPROBS, UNSUPPORTED, GenerationRequest
 from server.protocol.tools import ToolFields
 
 MAX_MESSAGES = 4096
+MAX_DOCUMENTS = 1024
+MAX_TEMPLATE_CHARS = 2**16
+"""Of a template that comes with a request."""
 TEXT_PARTS = {"text": "text", "refusal": "refusal"}
 """Kinds of content parts that are text, and the field that holds it."""
 
@@ -122,6 +125,10 @@ class ChatFields(ToolFields):
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict, max_length=64)
     add_special_tokens: bool = False
+    chat_template: Annotated[str, StringConstraints(min_length=1, max_length=MAX_TEMPLATE_CHARS)] | None = None
+    documents: Annotated[list[dict[str, Any]], Field(max_length=MAX_DOCUMENTS), at_most(MAX_DOCUMENTS)] = Field(
+        default_factory=list
+    )
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
 
     @model_validator(mode="after")
@@ -144,21 +151,27 @@ CHAT_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "web_search_options": (),
     "stream_reasoning": (True,),
-    "documents": ([],),
-    "chat_template": (),
-    "echo": (False,),
     "suffix": ("",),
-    "truncate_prompt_tokens": (),
 }
+
+
+class Prediction(Body):
+    """What much of the answer is expected to be."""
+
+    type: Literal["content"]
+    content: Content
 
 
 class ChatRequest(ChatFields, GenerationRequest):
     """Answer a conversation."""
 
-    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = UNSUPPORTED | CHAT_UNSUPPORTED
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = UNSUPPORTED | CHAT_UNSUPPORTED | BEAMS
 
     max_completion_tokens: Annotated[Count, Field(ge=1)] | None = None
     max_tokens: Annotated[Count, Field(ge=1, description="deprecated: max_completion_tokens")] | None = None
+    echo: bool = False
+    verbosity: Literal["low", "medium", "high"] | None = None
+    prediction: Prediction | None = None
     logprobs: bool = False
     top_logprobs: Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     include_reasoning: Annotated[bool, Field(description="false: reasoning is left out of the answer")] = True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import Field, PlainValidator, StringConstraints, WithJsonSchema, model_validator
+from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
 
 from server.errors import InvalidRequest
 from server.protocol.base import Count, Int
@@ -13,6 +13,28 @@ from server.protocol.sampling import MAX_LOGPROBS, UNSUPPORTED, GenerationReques
 MAX_PROMPTS = 1024
 MAX_CHOICES = 1024
 """Prompts times n of one request."""
+MAX_BEAMS = 16
+PLAIN: dict[str, tuple[Any, ...]] = {
+    "stream": (False,),
+    "echo": (False,),
+    "logprobs": (None,),
+    "prompt_logprobs": (None,),
+    "best_of": (None,),
+    "stop": ([],),
+    "structure": (None,),
+    "temperature": (None, 0, 1),
+    "top_p": (None, 1),
+    "top_k": (None, 0, -1),
+    "min_p": (None, 0),
+    "repetition_penalty": (None, 1),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "min_tokens": (0,),
+    "bad_words": ([],),
+    "allowed_token_ids": (None,),
+}
+"""What use_beam_search goes together with: the model's own distribution, and an answer that comes as a whole."""
 MAX_IDS = 2**20
 """Token ids of one prompt, before the model's context is looked at."""
 
@@ -75,6 +97,8 @@ class CompletionRequest(GenerationRequest):
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = UNSUPPORTED | {
         "suffix": ("",),
         "tools": ([],),
+        "documents": ([],),
+        "chat_template": (),
         "modalities": (["text"],),
         "audio": (),
     }
@@ -83,11 +107,9 @@ class CompletionRequest(GenerationRequest):
     max_tokens: Count = 16
     logprobs: Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool = False
+    use_beam_search: bool = False
+    length_penalty: Annotated[float, Field(ge=-10, le=10)] = 1.0
     add_special_tokens: bool = True
-    truncate_prompt_tokens: (
-        Annotated[Int, Field(ge=-1, le=2**31 - 1, description="-1: to what the context allows")] | None
-    ) = None
-    truncation_side: Annotated[str, StringConstraints(pattern="^(left|right)$")] = "left"
 
     @model_validator(mode="after")
     def _fit(self) -> Self:
@@ -95,10 +117,20 @@ class CompletionRequest(GenerationRequest):
             raise InvalidRequest(
                 f"min_tokens: must not exceed max_tokens ({self.min_tokens} > {self.max_tokens})", param="min_tokens"
             )
-        if len(self.prompt) * self.n > MAX_CHOICES:
+        if len(self.prompt) * self.sequences > MAX_CHOICES:
+            name = "n" if self.sequences == self.n else "best_of"
             raise InvalidRequest(
-                f"n: {len(self.prompt)} prompts times {self.n} exceed the limit of {MAX_CHOICES} choices", param="n"
+                f"{name}: {len(self.prompt)} prompts times {self.sequences} exceed the limit of {MAX_CHOICES} choices",
+                param=name,
             )
+        if self.use_beam_search:
+            for name, accepted in PLAIN.items():
+                if getattr(self, name) not in accepted:
+                    raise InvalidRequest(f"{name}: not allowed with use_beam_search", param=name)
+            if self.n > MAX_BEAMS:
+                raise InvalidRequest(f"n: at most {MAX_BEAMS} with use_beam_search, not {self.n}", param="n")
+        elif self.length_penalty != 1:
+            raise InvalidRequest("length_penalty: only allowed with use_beam_search", param="length_penalty")
         if self.echo and len(self.stop) > 1:
             raise InvalidRequest("echo: not supported with a list of stop strings", param="echo")
         return self

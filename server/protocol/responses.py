@@ -9,18 +9,13 @@ from pydantic import BeforeValidator, Field, PlainValidator, StringConstraints, 
 from server.errors import Unsupported
 from server.protocol.base import Body, Count, Int, at_most, fault
 from server.protocol.items import Item, parse_items
-from server.protocol.sampling import MAX_LOGPROBS, UNSUPPORTED, SamplingFields
+from server.protocol.sampling import BEAMS, MAX_LOGPROBS, UNSUPPORTED, Metadata, SamplingFields
 from server.protocol.structured import StructureFields
 from server.protocol.tools import MAX_TOOLS, CustomFormat
 
-MAX_METADATA = 16
 Name = Annotated[str, StringConstraints(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_-]+$")]
 ResponseId = Annotated[str, StringConstraints(min_length=1, max_length=128)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-Metadata = Annotated[
-    dict[Annotated[str, StringConstraints(max_length=64)], Annotated[str, StringConstraints(max_length=512)]],
-    Field(max_length=MAX_METADATA),
-]
 
 
 def _hosted(value: object) -> object:
@@ -91,7 +86,9 @@ class ResponseStreamFields(Body):
 class InputFields(SamplingFields, StructureFields):
     """What makes up the prompt; /v1/responses/input_tokens counts its tokens."""
 
-    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = UNSUPPORTED | {
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **UNSUPPORTED,
+        **BEAMS,
         "background": (False,),
         "background_options": (),
         "conversation": (),
@@ -105,6 +102,14 @@ class InputFields(SamplingFields, StructureFields):
         "prompt_logprobs": (),
         "return_token_ids": (False,),
         "return_tokens_as_token_ids": (False,),
+        "return_prompt_text": (False,),
+        "timings_per_token": (False,),
+        "logprob_token_ids": ([],),
+        "stream_interval": (1,),
+        "truncate_prompt_tokens": (),
+        "documents": ([],),
+        "chat_template": (),
+        "echo": (False,),
         "messages": (),
     }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, StringConstraints, WithJsonSchema, model_validator
 
@@ -13,10 +13,12 @@ from server.protocol.structured import StructureFields
 
 MAX_N = 128
 MAX_STOPS = 64
-MAX_STOP_CHARS = 1024
+MAX_STOP_CHARS = 2048
 MAX_LOGPROBS = 20
+MAX_LOGPROB_IDS = 128
 MAX_BIASES = 1024
 MAX_BAD_WORDS = 128
+MAX_BAD_WORD_CHARS = 1024
 MAX_ALLOWED_IDS = 262_144
 TOKEN_KEY = re.compile(r"[0-9]{1,10}")
 
@@ -62,12 +64,17 @@ LogitBias = Annotated[
         {"type": "object", "maxProperties": MAX_BIASES, "additionalProperties": {"type": "number"}},
     ),
 ]
+BadWord = Annotated[str, StringConstraints(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
+Metadata = Annotated[
+    dict[Annotated[str, StringConstraints(max_length=64)], Annotated[str, StringConstraints(max_length=512)]],
+    Field(max_length=16),
+]
+Label = Annotated[str, StringConstraints(max_length=128)]
+CacheKey = Annotated[str, StringConstraints(max_length=1024)]
+Tier = Literal["auto", "default", "flex", "scale", "priority", "fast"]
 SaltString = Annotated[str, StringConstraints(min_length=1, max_length=128, pattern=r"^[^@/\\\x00]*$")]
 
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    # choosing among more sequences than are returned
-    "use_beam_search": (False,),
-    "length_penalty": (1,),
     # samplers of other servers
     "typical_p": (1,),
     "top_a": (0,),
@@ -79,27 +86,46 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "xtc_probability": (0,),
     "top_n_sigma": (-1, 0),
     "dynatemp_range": (0,),
+    "adaptive_p": (),
+    "adaptive_target": (-1,),
     "samplers": (),
+    "repeat_penalty": (1,),
+    "n_predict": (),
     "watermark": (False,),
     "custom_logit_processor": (),
     "logits_processors": (),
+    "custom_params": ({},),
+    "vllm_xargs": ({},),
     # output
-    "logprob_token_ids": ([],),
-    "return_prompt_text": (False,),
     "return_hidden_states": (False,),
-    "spaces_between_special_tokens": (True,),
+    "return_meta_info": (False,),
+    "return_token_offsets": (False,),
+    "return_tokens": (False,),
+    "return_progress": (False,),
+    "response_fields": ([],),
+    "n_probs": (0,),
+    "post_sampling_probs": (False,),
+    "t_max_predict_ms": (0, -1),
+    "no_stop_trim": (False,),
     "stop_regex": ([],),
     "repetition_detection": (),
-    "stream_interval": (1,),
     "thinking_token_budget": (-1,),
     # input that this server does not take
     "prompt_embeds": (),
     "mm_processor_kwargs": ({},),
+    "media_io_kwargs": ({},),
     "kv_transfer_params": ({},),
+    "routed_dp_rank": (),
+    "bootstrap_host": (),
+    "bootstrap_port": (),
+    "bootstrap_room": (),
+    "lora": ([],),
     "lora_path": (),
     "adapter_id": (),
 }
-"""Refused with 400 unless the value asks for nothing. What is harmless to ignore (store, metadata, …) is absent."""
+"""Refused with 400 unless the value asks for nothing."""
+BEAMS: dict[str, tuple[Any, ...]] = {"use_beam_search": (False,), "length_penalty": (1,)}
+"""Of /v1/completions only."""
 
 
 class StreamFields(Body):
@@ -130,7 +156,8 @@ class SamplingFields(Body):
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
-    bad_words: list[StopString] = Field(default_factory=list, max_length=MAX_BAD_WORDS)
+    spaces_between_special_tokens: bool = True
+    bad_words: list[BadWord] = Field(default_factory=list, max_length=MAX_BAD_WORDS)
     allowed_token_ids: (
         Annotated[
             list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED_IDS, fail_fast=True), at_most(MAX_ALLOWED_IDS)
@@ -149,27 +176,59 @@ class GenerationRequest(SamplingFields, StructureFields):
 
     n: Annotated[Int, Field(ge=1, le=MAX_N)] = 1
     best_of: Annotated[Int, Field(ge=1, le=MAX_N)] | None = None
+    logprob_token_ids: Annotated[list[TokenId], Field(max_length=MAX_LOGPROB_IDS)] = Field(default_factory=list)
     prompt_logprobs: Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
+    return_prompt_text: bool = False
+    timings_per_token: Annotated[bool, Field(description="llama.cpp's timings, in the answer and every chunk")] = False
     stream: bool = False
     stream_options: StreamFields | None = None
+    stream_interval: Annotated[Int, Field(ge=1, le=1024)] = 1
+    truncate_prompt_tokens: (
+        Annotated[Int, Field(ge=-1, le=2**31 - 1, description="-1: to what the context allows")] | None
+    ) = None
+    truncation_side: Annotated[str, StringConstraints(pattern="^(left|right)$")] = "left"
+    request_id: CacheKey | None = None
+    session_id: CacheKey | None = None
+    store: bool = False
+    metadata: Metadata = Field(default_factory=dict)
+    service_tier: Tier | None = None
+    safety_identifier: Label | None = None
+    prompt_cache_key: CacheKey | None = None
+    prompt_cache_options: Annotated[dict[str, Any], Field(max_length=16)] = Field(default_factory=dict)
+    prompt_cache_retention: Label | None = None
+    moderation: Annotated[dict[str, Any], Field(max_length=16)] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
         if self.best_of is not None and self.best_of < self.n:
             raise InvalidRequest(f"best_of: must not be below n ({self.best_of} < {self.n})", param="best_of")
-        if self.best_of is not None and self.best_of > self.n:
-            raise InvalidRequest(
-                f"best_of: values above n are not supported ({self.best_of} > {self.n})",
-                param="best_of",
-                code="unsupported_value",
-            )
+        if self.best_of is not None and self.best_of > self.n and self.stream:
+            raise InvalidRequest("best_of: above n not allowed with stream: true", param="best_of")
+        if self.logprob_token_ids and not self.scored:
+            raise InvalidRequest("logprob_token_ids: only allowed with logprobs", param="logprob_token_ids")
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options: only allowed with stream: true", param="stream_options")
         if self.prompt_logprobs is not None and self.stream:
             raise InvalidRequest("prompt_logprobs: not allowed with stream: true", param="prompt_logprobs")
         return self
+
+    @property
+    def scored(self) -> bool:
+        """Whether logprobs of generated tokens are asked for."""
+        asked = getattr(self, "logprobs", None)
+        return asked is not None and asked is not False
+
+    @property
+    def sequences(self) -> int:
+        """Generated for each prompt; `n` of them are returned."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def service_fields(self) -> dict[str, str]:
+        """What an answer says of a `service_tier`: there is only one."""
+        return {} if self.service_tier is None else {"service_tier": "default"}
 
     @property
     def include_usage(self) -> bool:

@@ -10,6 +10,7 @@ from server.protocol.base import Body, TokenId, at_most, fault
 from server.protocol.chat import CHAT_UNSUPPORTED, ChatFields
 
 MAX_TOKENS = 1_000_000
+PROMPT_UNSUPPORTED: dict[str, tuple[Any, ...]] = CHAT_UNSUPPORTED | {"truncate_prompt_tokens": ()}
 
 
 class TokenizeRequest(Body):
@@ -39,7 +40,7 @@ class TokenizeRequest(Body):
 class TokenizeChatRequest(ChatFields):
     """The tokens of the prompt that a conversation becomes."""
 
-    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = CHAT_UNSUPPORTED
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = PROMPT_UNSUPPORTED
 
     model: str | None = None
     return_token_strs: bool = False
@@ -48,7 +49,7 @@ class TokenizeChatRequest(ChatFields):
 class PromptRequest(ChatFields):
     """A conversation whose prompt is asked for, or counted; what only shapes the answer is not looked at."""
 
-    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = CHAT_UNSUPPORTED
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = PROMPT_UNSUPPORTED
 
     model: str | None = None
 

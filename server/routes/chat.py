@@ -15,7 +15,7 @@ from server.answer import respond
 from server.body import read_object, validate
 from server.chat_reply import REASONING_FIELDS, ChatReply
 from server.conversation import begin
-from server.generation import Generation
+from server.generation import Generation, best
 from server.history import normalized
 from server.logprobs import TokenEntry, chat_logprobs, prompt_logprobs
 from server.parsing.answer import AnswerFormat, AnswerParser
@@ -39,7 +39,7 @@ async def create_chat_completion(http: Request) -> Response:
     arrival = service.clock()
     body, chat = await read_object(http, service, lambda value: conversation(ChatRequest, value))
     model = service.check_model(body.model)
-    generation = Generation(service, "chat", body.n, arrival)
+    generation = Generation(service, "chat", body.sequences, arrival)
     answer = ChatAnswer(service, generation, body, chat, model, service.caller(http, body.cache_salt, body.user))
     return await respond(http, answer, body.stream)
 
@@ -47,13 +47,16 @@ async def create_chat_completion(http: Request) -> Response:
 def conversation(model: type[C], value: dict[str, Any]) -> tuple[C, Chat]:
     """The request, and what the template gets of it. Takes its time where there are thousands of messages."""
     body = validate(model, value)
+    verbosity = getattr(body, "verbosity", None)
     return body, Chat(
         messages=normalized(message.model_dump(exclude_none=True) for message in body.messages),
         tools=body.use.shown(),
         reasoning_effort=body.reasoning_effort,
         add_generation_prompt=body.generation_prompt,
         continue_final_message=body.continue_final_message,
-        kwargs=body.chat_template_kwargs,
+        documents=body.documents,
+        template=body.chat_template,
+        kwargs={**({} if verbosity is None else {"verbosity": verbosity}), **body.chat_template_kwargs},
     )
 
 
@@ -66,6 +69,9 @@ class ChatAnswer:
         self._chat = chat
         self._caller = caller
         self._format = AnswerFormat()
+        last = chat.messages[-1]
+        self._echo: str = (last.get("content") or "") if body.echo and last["role"] == "assistant" else ""
+        """What the answer's content begins with."""
         self._reply = ChatReply(
             REASONING_FIELDS[service.settings.reasoning_field] if body.include_reasoning else (),
             frozenset(tool.name for tool in body.use.tools if tool.custom),
@@ -77,6 +83,7 @@ class ChatAnswer:
             "created": int(time.time()),
             "model": model,
             "system_fingerprint": service.fingerprint,
+            **body.service_fields,
         }
 
     async def start(self) -> None:
@@ -87,15 +94,19 @@ class ChatAnswer:
         frames = Frames(
             self._fixed, body.include_usage, lambda index: self._delta(TextEvent(index, ""), {"content": TEXT})
         )
-        plain = not (body.logprobs or body.return_token_ids or body.usage_in_every_chunk)
+        asides = body.usage_in_every_chunk or body.timings_per_token
+        plain = not (body.logprobs or body.return_token_ids or asides)
 
         def framed(choices: list[bytes]) -> bytes:
-            if not body.usage_in_every_chunk:
+            if not asides:
                 return b"".join(map(frames.chunk, choices))
-            usage = self.generation.usage()
-            return b"".join(frames.with_usage(choice, usage) for choice in choices)
+            fields = self.generation.asides(body)
+            return b"".join(frames.beside(choice, fields) for choice in choices)
 
         yield framed([self._role(index) for index in range(body.n)])
+        if self._echo:
+            echo = {"content": self._echo}
+            yield framed([orjson.dumps(self._delta(TextEvent(index, ""), echo)) for index in range(body.n)])
         choices = [_Streamed(index, AnswerParser(self._format)) for index in range(body.n)]
         async for _, batch in self.generation.batches():
             data = b"".join(
@@ -108,7 +119,8 @@ class ChatAnswer:
             )
             if data:
                 yield data
-        yield frames.with_usage(b"", self.generation.usage()) + DONE if self._body.include_usage else DONE
+        last = {"usage": self.generation.usage(), **self.generation.timed(body)}
+        yield frames.beside(b"", last) + DONE if body.include_usage else DONE
 
     async def whole(self) -> bytes:
         (results,) = await self.generation.collect()
@@ -120,9 +132,12 @@ class ChatAnswer:
 
     def _whole(self, results: list[SequenceResult], usage: dict[str, Any]) -> bytes:
         body, stream = self._body, self.generation.streams[0]
-        whole = {**self._fixed, "choices": list(map(self._choice, results)), "usage": usage}
+        choices = list(map(self._choice, best(results, body.n)))
+        whole = {**self._fixed, "choices": choices, "usage": usage, **self.generation.timed(body)}
         if body.return_token_ids:
             whole["prompt_token_ids"] = stream.submit.prompt_ids
+        if body.return_prompt_text:
+            whole["prompt_text"] = self.generation.texts[0]
         if body.prompt_logprobs is not None:
             tokenizer, values = self.generation.loaded.tokenizer, stream.prompt_values or []
             whole["prompt_logprobs"] = prompt_logprobs(tokenizer, stream.submit.prompt_ids, values)
@@ -131,10 +146,13 @@ class ChatAnswer:
     def _choice(self, result: SequenceResult) -> dict[str, Any]:
         parser = AnswerParser(self._format)
         pieces = parser.feed(result.text) + parser.finish()
+        message = self._reply.message(pieces)
+        if self._echo:
+            message["content"] = self._echo + (message["content"] or "")
         choice: dict[str, Any] = {
             "index": result.index,
-            "message": self._reply.message(pieces),
-            "logprobs": None if result.logprobs is None else self._logprobs(result.logprobs),
+            "message": message,
+            "logprobs": self._logprobs(result.logprobs or ()) if self._body.logprobs else None,
             "finish_reason": self._finish_reason(parser, result.finish_reason),
             "stop_reason": result.stop_reason,
         }
@@ -155,6 +173,8 @@ class ChatAnswer:
         }
         if self._body.return_token_ids:
             choice["prompt_token_ids"] = self.generation.streams[0].submit.prompt_ids
+        if self._body.return_prompt_text:
+            choice["prompt_text"] = self.generation.texts[0]
         return orjson.dumps(choice)
 
     def _finish_reason(self, parser: AnswerParser, reason: str | None) -> str | None:

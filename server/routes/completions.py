@@ -11,9 +11,12 @@ import orjson
 from fastapi import APIRouter, Request, Response
 
 from server.answer import respond
+from server.beam import Beam, search
 from server.body import read_object, validate
+from server.detokenizer import Detokenizer
 from server.echo import Echo, make_echo
-from server.generation import Generation, Job
+from server.errors import InvalidRequest
+from server.generation import Generation, Job, best
 from server.logprobs import TokenEntry, completion_logprobs, prompt_logprobs
 from server.prompts import Prompt, check_values
 from server.protocol.completions import CompletionRequest
@@ -22,6 +25,8 @@ from server.sse import DONE, TEXT, Frames
 from server.streams import SequenceResult, StreamOptions, TextEvent
 
 router = APIRouter()
+MAX_BEAM_IDS = 2**22
+"""Token ids in all prompts of a beam search."""
 THREAD_TOKENS = 512
 """An answer with the logprobs of more tokens is put together in a thread."""
 
@@ -33,7 +38,7 @@ async def create_completion(http: Request) -> Response:
     arrival = service.clock()
     body = await read_object(http, service, lambda value: validate(CompletionRequest, value))
     model = service.check_model(body.model)
-    generation = Generation(service, "completions", len(body.prompt) * body.n, arrival)
+    generation = Generation(service, "completions", len(body.prompt) * body.sequences, arrival)
     answer = CompletionAnswer(service, generation, body, model, service.caller(http, body.cache_salt, body.user))
     return await respond(http, answer, body.stream)
 
@@ -52,7 +57,10 @@ class CompletionAnswer:
             "created": int(time.time()),
             "model": model,
             "system_fingerprint": service.fingerprint,
+            **body.service_fields,
         }
+        self._beamed: list[Job] = []
+        """Prompts that are searched instead of submitted."""
         self._begun: set[int] = set()
         """Choices that have had their first chunk."""
 
@@ -74,9 +82,9 @@ class CompletionAnswer:
             ),
             self._built(),
         )
-        values = body.n * (sum(k + 1 for k in asked) + body.echo + body.return_token_ids)
+        values = sum(k + 1 for k in asked) + body.echo + body.return_token_ids + body.return_prompt_text
         param = "prompt_logprobs" if body.prompt_logprobs is not None else "logprobs" if asked else "n"
-        check_values(sum(len(prompt.ids) for prompt in built), values, param)
+        check_values(sum(len(prompt.ids) for prompt in built), values * body.sequences, param)
         given = body.max_tokens if "max_tokens" in body.model_fields_set else None
         echoes: list[Echo | None] = [None] * len(built)
         if body.echo:
@@ -84,13 +92,37 @@ class CompletionAnswer:
         jobs = []
         for prompt, echo in zip(built, echoes, strict=True):
             max_tokens = prompts.max_tokens(len(prompt.ids), given, param="prompt", default=body.max_tokens)
-            jobs.append(Job(prompt.ids, params(max_tokens), body.n, body.priority, caller.tenant, caller.salt, echo))
+            text = ""
+            if body.return_prompt_text:
+                text = prompt.text or await prompts.decode(prompt.ids)
+            jobs.append(
+                Job(
+                    prompt.ids,
+                    params(max_tokens),
+                    body.sequences,
+                    body.priority,
+                    caller.tenant,
+                    caller.salt,
+                    echo,
+                    text,
+                )
+            )
+        if body.use_beam_search:
+            ids = sum((len(job.prompt_ids) + job.params.max_tokens) * job.params.max_tokens * body.n for job in jobs)
+            if ids > MAX_BEAM_IDS:
+                raise InvalidRequest(
+                    f"max_tokens: {body.n} beams would read {ids} tokens in all rounds, more than {MAX_BEAM_IDS}",
+                    param="max_tokens",
+                )
+            self._beamed = jobs
+            return
         options = StreamOptions(
             stop=tuple(body.stop),
             include_stop=body.include_stop_str_in_output,
             skip_special_tokens=body.skip_special_tokens,
             min_tokens=body.min_tokens,
             token_ids=body.return_token_ids,
+            interval=body.stream_interval,
         )
         self.generation.submit(jobs, options)
 
@@ -110,7 +142,8 @@ class CompletionAnswer:
     async def frames(self) -> AsyncGenerator[bytes, None]:
         body = self._body
         frames = Frames(self._fixed, body.include_usage, lambda index: self._shape(0, index, TEXT, None, None))
-        plain = body.logprobs is None and not (body.return_token_ids or body.usage_in_every_chunk)
+        asides = body.usage_in_every_chunk or body.timings_per_token
+        plain = body.logprobs is None and not (body.return_token_ids or body.return_prompt_text or asides)
         async for number, batch in self.generation.batches():
             if plain and all(event.finish_reason is None for event in batch):
                 yield b"".join([frames.text(number * body.n + event.index, event.text) for event in batch])
@@ -119,14 +152,17 @@ class CompletionAnswer:
                 choices = await asyncio.to_thread(self._chunks, number, batch)
             else:
                 choices = self._chunks(number, batch)
-            if body.usage_in_every_chunk:
-                usage = self.generation.usage()
-                yield b"".join(frames.with_usage(choice, usage) for choice in choices)
+            if asides:
+                fields = self.generation.asides(body)
+                yield b"".join(frames.beside(choice, fields) for choice in choices)
             else:
                 yield b"".join(map(frames.chunk, choices))
-        yield frames.with_usage(b"", self.generation.usage()) + DONE if self._body.include_usage else DONE
+        last = {"usage": self.generation.usage(), **self.generation.timed(body)}
+        yield frames.beside(b"", last) + DONE if body.include_usage else DONE
 
     async def whole(self) -> bytes:
+        if self._beamed:
+            return await self._searched()
         results = await self.generation.collect()
         usage = self.generation.usage()
         scored = self._body.logprobs is not None or self._body.prompt_logprobs is not None
@@ -135,8 +171,12 @@ class CompletionAnswer:
         return self._whole(results, usage)
 
     def _whole(self, results: list[list[SequenceResult]], usage: dict[str, Any]) -> bytes:
-        choices = [self._choice(number, result) for number, prompt in enumerate(results) for result in prompt]
-        return orjson.dumps({**self._fixed, "choices": choices, "usage": usage})
+        choices = [
+            self._choice(number, result)
+            for number, prompt in enumerate(results)
+            for result in best(prompt, self._body.n)
+        ]
+        return orjson.dumps({**self._fixed, "choices": choices, "usage": usage, **self.generation.timed(self._body)})
 
     def _choice(self, number: int, result: SequenceResult) -> dict[str, Any]:
         choice = self._shape(number, result.index, result.text, result.logprobs, result.finish_reason)
@@ -144,9 +184,35 @@ class CompletionAnswer:
         stream = self.generation.streams[number]
         if self._body.return_token_ids:
             choice |= {"token_ids": result.token_ids, "prompt_token_ids": stream.submit.prompt_ids}
+        if self._body.return_prompt_text:
+            choice["prompt_text"] = self.generation.texts[number]
         if self._body.prompt_logprobs is not None:
             tokenizer, values = self.generation.loaded.tokenizer, stream.prompt_values or []
             choice["prompt_logprobs"] = prompt_logprobs(tokenizer, stream.submit.prompt_ids, values)
+        return choice
+
+    async def _searched(self) -> bytes:
+        """The answer of a beam search. Tokens of beams that were given up are not counted."""
+        body, choices, completion = self._body, [], 0
+        for number, job in enumerate(self._beamed):
+            for index, beam in enumerate(await search(self.generation, job, body.n, body.length_penalty)):
+                completion += len(beam.tokens) + beam.ended
+                choices.append(self._beam(number, index, beam, job))
+        prompt = sum(len(job.prompt_ids) for job in self._beamed)
+        usage = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+        return orjson.dumps({**self._fixed, "choices": choices, "usage": usage, **self.generation.timed(body)})
+
+    def _beam(self, number: int, index: int, beam: Beam, job: Job) -> dict[str, Any]:
+        body, tokenizer = self._body, self.generation.loaded.tokenizer
+        shown = (*beam.tokens, beam.stop_token) if body.include_stop_str_in_output else beam.tokens
+        detokenizer = Detokenizer(tokenizer, body.skip_special_tokens, new_text=False)
+        text = "".join(detokenizer.push(token) for token in shown if token is not None) + detokenizer.finish()
+        choice = self._shape(number, index, text, None, "stop" if beam.ended else "length")
+        choice["stop_reason"] = None if beam.stop_token in tokenizer.eos_ids else beam.stop_token
+        if body.return_token_ids:
+            choice |= {"token_ids": beam.tokens, "prompt_token_ids": job.prompt_ids}
+        if body.return_prompt_text:
+            choice["prompt_text"] = job.text
         return choice
 
     def _chunks(self, number: int, batch: list[TextEvent]) -> list[bytes]:
@@ -158,9 +224,12 @@ class CompletionAnswer:
             choice["stop_reason"] = event.stop_reason
         if self._body.return_token_ids:
             choice["token_ids"] = event.token_ids
-            if choice["index"] not in self._begun:
-                self._begun.add(choice["index"])
+        if choice["index"] not in self._begun:
+            self._begun.add(choice["index"])
+            if self._body.return_token_ids:
                 choice["prompt_token_ids"] = self.generation.streams[number].submit.prompt_ids
+            if self._body.return_prompt_text:
+                choice["prompt_text"] = self.generation.texts[number]
         return choice
 
     def _shape(
@@ -170,17 +239,15 @@ class CompletionAnswer:
         return {
             "index": number * self._body.n + index,
             "text": text,
-            "logprobs": None if entries is None else completion_logprobs(entries, by_id),
+            "logprobs": None if entries is None or not self._body.scored else completion_logprobs(entries, by_id),
             "finish_reason": finish,
         }
 
     async def _truncated(self, prompt: str | list[int]) -> list[int]:
-        """The last (or first) so many tokens of a prompt; -1: as many as leave room for max_tokens."""
+        """The last (or first) so many tokens of a prompt."""
         body, prompts = self._body, self.generation.loaded.prompts
-        room = prompts.limits.max_model_len - max(1, body.max_tokens)
-        keep = max(1, room) if body.truncate_prompt_tokens in (None, -1) else body.truncate_prompt_tokens
+        cut = prompts.cut(body.truncate_prompt_tokens, body.truncation_side, body.max_tokens)
         ids = prompt
         if isinstance(ids, str):
             ids = await prompts.encode(ids, add_special_tokens=body.add_special_tokens)
-        assert keep is not None
-        return (ids[-keep:] if body.truncation_side == "left" else ids[:keep]) if keep else []
+        return ids if cut is None else cut(ids)

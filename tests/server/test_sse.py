@@ -20,7 +20,7 @@ def test_frames() -> None:
     frames = Frames(fixed, null_usage=False)
     assert frames.chunk(b'{"index":0}') == b'data: {"id":"a\\"\\n","created":5,"choices":[{"index":0}]}\n\n'
     assert Frames(fixed, null_usage=True).chunk(b"1").endswith(b'"choices":[1],"usage":null}\n\n')
-    (last,) = events(frames.with_usage(b"", {"total_tokens": 3}).decode())
+    (last,) = events(frames.beside(b"", {"usage": {"total_tokens": 3}}).decode())
     assert last == {**fixed, "choices": [], "usage": {"total_tokens": 3}}
 
 

@@ -148,8 +148,6 @@ def test_the_sdk_chats(server: Running, smol: Tokenizer) -> None:
         ("web_search_options", {}),
         ("chat_template", "{{ messages }}"),
         ("use_beam_search", True),
-        ("stream_interval", 3),
-        ("truncate_prompt_tokens", 5),
     ],
 )
 def test_known_but_unsupported(server: Running, field: str, value: Any) -> None:
