@@ -52,6 +52,8 @@ class TestChatOpenAI(ChatModelIntegrationTests):  # type: ignore[misc]
             whole = chunk if whole is None else whole + chunk
         return whole
 
-    @pytest.mark.xfail(reason="JSON mode knows no schema: the demo model is not clever enough to take keys from a prompt")
+    @pytest.mark.xfail(
+        reason="JSON mode knows no schema: the demo model is not clever enough to take keys from a prompt"
+    )
     def test_json_mode(self, model: ChatOpenAI) -> None:
         super().test_json_mode(model)

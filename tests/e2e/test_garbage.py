@@ -15,7 +15,6 @@ COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]
 IMAGE = {"type": "image_url", "image_url": {"url": "http://x"}}
-TOOL = {"type": "function", "function": {"name": "f"}}
 
 FAULTS: list[tuple[str, str, Any, int, str]] = [
     ("broken JSON", CHAT, b"{", 400, "JSON"),
@@ -46,7 +45,7 @@ FAULTS: list[tuple[str, str, Any, int, str]] = [
     ("empty messages", CHAT, {"messages": []}, 400, "messages"),
     ("unknown role", CHAT, {"messages": [{"role": "ghost", "content": "x"}]}, 400, "role"),
     ("image", CHAT, {"messages": [{"role": "user", "content": [IMAGE]}]}, 400, "image_url"),
-    ("unsupported field", CHAT, {"messages": HI, "tools": [TOOL]}, 400, "tools"),
+    ("unsupported field", CHAT, {"messages": HI, "audio": {"format": "wav", "voice": "x"}}, 400, "audio"),
     ("prompt beyond the context", COMPLETIONS, {"prompt": "word " * 3000}, 400, "2048"),
     ("tokens beyond the context", COMPLETIONS, {"prompt": [5] * 2048, "max_tokens": 1}, 400, "2048"),
     ("prompt beyond the pool", COMPLETIONS, {"prompt": [5] * 1500, "max_tokens": 1}, 400, "block"),
