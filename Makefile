@@ -28,13 +28,13 @@ serve: $(VENV)/.ready ## serve the demo model; ARGS="MODEL --port 8123 …" are 
 bench: $(VENV)/.ready ## measure a running server; ARGS are the flags of `octavo bench`
 	@exec $(BIN)/octavo bench $(ARGS)
 
-# What computes runs two files at a time, one thread each; what talks over sockets has the machine to itself.
+# Two files at a time, one thread each; whole servers with the real model have the machine to themselves.
 test: lint ## run every check: ruff, mypy, pytest; PYTEST_ARGS="-k pool" narrows pytest
 ifdef PYTEST_ARGS
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 else
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --ignore tests/server --ignore tests/e2e
-	$(BIN)/python -m pytest tests/server tests/e2e
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --ignore tests/e2e
+	$(BIN)/python -m pytest tests/e2e
 endif
 
 # Python is not built for the sanitizers, so their library has to be there first, and libstdc++ for exceptions to pass it.
