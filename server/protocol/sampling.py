@@ -14,7 +14,7 @@ from server.protocol.structured import StructureFields
 MAX_N = 128
 MAX_STOPS = 64
 MAX_STOP_CHARS = 2048
-"""Clients of other servers send stop strings of 2,000; the matcher takes linear time whatever the length."""
+"""Bounds what a request holds. A stop of 2,000 characters is served (fault A11: a long stop must delay nothing)."""
 MAX_LOGPROBS = 20
 MAX_LOGPROB_IDS = 128
 MAX_BIASES = 1024
