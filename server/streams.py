@@ -14,7 +14,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -59,7 +59,7 @@ class SequenceResult:
     logprobs: tuple[TokenEntry, ...] | None
     finish_reason: str | None
     stop_reason: str | int | None
-    mean_logprob: float = 0.0
+    mean_logprob: float = field(default=0.0, compare=False)
     """Of its tokens, the one that ended it included; 0 where no logprobs are asked for."""
 
 

@@ -14,6 +14,7 @@ from server.protocol.structured import StructureFields
 MAX_N = 128
 MAX_STOPS = 64
 MAX_STOP_CHARS = 2048
+"""Bounds what a request holds. A stop of 2,000 characters is served (fault A11: a long stop must delay nothing)."""
 MAX_LOGPROBS = 20
 MAX_LOGPROB_IDS = 128
 MAX_BIASES = 1024
