@@ -63,7 +63,8 @@ def test_a_stop_sequence_and_a_prefix(sdk: Client) -> None:
 
 def test_tools(sdk: Client) -> None:
     """A forced call, whole and streamed; the conversation goes on with its result."""
-    fields: Any = {**SHORT, "max_tokens": 80, "tools": [WEATHER], "tool_choice": {"type": "any"}}
+    choice = {"type": "any", "disable_parallel_tool_use": True}
+    fields: Any = {**SHORT, "max_tokens": 80, "tools": [WEATHER], "tool_choice": choice}
     whole = sdk.messages.create(**fields, messages=ASK)
     (call,) = whole.content
     assert (call.type, call.name, whole.stop_reason) == ("tool_use", "get_weather", "tool_use")

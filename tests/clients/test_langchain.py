@@ -25,8 +25,8 @@ class TestChatOpenAI(ChatModelIntegrationTests):  # type: ignore[misc]
     @property
     def chat_model_params(self) -> dict[str, Any]:
         """Without the penalty the model's jokes have no end."""
-        penalty = {"repetition_penalty": 1.2}
-        return {"model": "SmolLM2-135M-Instruct", "temperature": 0, "max_tokens": 400, "extra_body": penalty}
+        sampling = {"temperature": 0, "max_tokens": 400, "frequency_penalty": 0.6}
+        return {"model": "SmolLM2-135M-Instruct", "stream_usage": True, **sampling}
 
     @property
     def supports_json_mode(self) -> bool:
