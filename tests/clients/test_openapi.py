@@ -28,6 +28,5 @@ def test_every_answer_is_described(url: str) -> None:
     command = [sys.executable, "-m", "schemathesis.cli", *words, "--no-color"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    print(done.stdout)
     (generated,) = re.findall(r"([\d,]+) generated", done.stdout)
     assert int(generated.replace(",", "")) >= CASES
