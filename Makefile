@@ -37,11 +37,11 @@ else
 	$(BIN)/python -m pytest tests/e2e
 endif
 
-# Their packages are heavy and pin what the server does not, so they have an environment of their own; no part of `test`.
-clients: $(VENV)/.ready ## test other people's clients against the server: LangChain, anthropic, LiteLLM, llm, schemathesis
-	$(PYTHON) -m venv .venv-clients
-	.venv-clients/bin/python -m pip install --disable-pip-version-check -q -r tests/clients/constraints.txt
-	.venv-clients/bin/python -m pytest -c tests/clients/pytest.ini --rootdir tests/clients tests/clients $(PYTEST_ARGS)
+# Other people's clients are hundreds of megabytes, hence an environment of their own and no part of `make test`.
+CLIENTS := .venv-clients
+
+clients: $(VENV)/.ready $(CLIENTS)/.ready ## test LangChain, LiteLLM, schemathesis and others against the server; takes minutes
+	OCTAVO="$(BIN)/octavo" $(CLIENTS)/bin/python -m pytest -c tests/clients/pytest.ini tests/clients $(PYTEST_ARGS)
 
 # Python is not built for the sanitizers, so their library has to be there first, and libstdc++ for exceptions to pass it.
 # A report goes to stderr and ends the run. Compiling takes minutes, hence no part of `make test`.
@@ -67,7 +67,7 @@ lock: $(VENV)/.ready-dev ## write what is installed now into constraints.txt (fr
 	@mv $(VENV)/lock constraints.txt && wc -l constraints.txt
 
 clean: ## remove the environment and every cache
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Stamps: an install runs again only when one of the two files changed, or when it was broken off.
@@ -90,4 +90,10 @@ $(VENV)/.ready: pyproject.toml constraints.txt | $(BIN)/python
 $(VENV)/.ready-dev: $(VENV)/.ready
 	@echo "==> packages: what the tests need"
 	$(PIP_INSTALL) --editable '.[dev]'
+	@touch $@
+
+$(CLIENTS)/.ready: tests/clients/constraints.txt | $(BIN)/python
+	@echo "==> environment: $(CLIENTS), 600 MB"
+	$(PYTHON) -m venv --clear $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install --disable-pip-version-check --no-deps -r tests/clients/constraints.txt
 	@touch $@

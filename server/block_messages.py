@@ -100,7 +100,8 @@ def chat_fields(body: CountRequest) -> dict[str, Any]:
     if choice is not None:
         named = {"type": "function", "function": {"name": choice.name}}
         fields["tool_choice"] = CHOICES.get(choice.type, named)
-        fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+        if choice.disable_parallel_tool_use is not None:
+            fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
     if isinstance(body, MessagesRequest):
         fields |= {
             "max_completion_tokens": body.max_tokens,

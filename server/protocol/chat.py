@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, PlainValidator, StringConstraints, WithJsonSchema, model_validator
+from pydantic import ConfigDict, Field, PlainValidator, StringConstraints, WithJsonSchema, model_validator
 
 from server.errors import InvalidRequest, Unsupported
 from server.protocol.base import Body, Count, Int, at_most, fault
 from server.protocol.sampling import BEAMS, MAX_LOGPROBS, UNSUPPORTED, GenerationRequest
-from server.protocol.tools import ToolFields
+from server.protocol.tools import ToolFields, of_kind
 
 MAX_MESSAGES = 4096
 MAX_DOCUMENTS = 1024
@@ -80,6 +80,8 @@ class CustomCall(Body):
 class ToolCall(Body):
     """A call that an assistant made earlier in the conversation."""
 
+    model_config = ConfigDict(json_schema_extra={"anyOf": [{"required": ["function"]}, of_kind("custom")]})
+
     id: str = ""
     type: Literal["function", "custom"] = "function"
     function: FunctionCall | None = None
@@ -92,7 +94,23 @@ class ToolCall(Body):
         return self
 
 
+def _needs(role: str, *fields: str) -> dict[str, Any]:
+    """In a JSON schema: what a message of this role has."""
+    return {"properties": {"role": {"const": role}}, "required": list(fields)}
+
+
 class Message(Body):
+    model_config = ConfigDict(
+        json_schema_extra={
+            "anyOf": [
+                *(_needs(role, "content") for role in ("developer", "system", "user", "assistant")),
+                *(_needs("assistant", calls) for calls in ("tool_calls", "function_call")),
+                _needs("tool", "content", "tool_call_id"),
+                _needs("function"),
+            ]
+        }
+    )
+
     role: Literal["developer", "system", "user", "assistant", "tool", "function"]
     content: Content | None = None
     name: Annotated[str, StringConstraints(max_length=256)] | None = None

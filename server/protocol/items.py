@@ -133,6 +133,7 @@ class ReferenceItem(Body):
 
 
 Item = MessageItem | CallItem | CallOutputItem | CustomCallItem | CustomOutputItem | ReasoningItem | ReferenceItem
+Items = Annotated[list[Item], Field(min_length=1, max_length=MAX_ITEMS)]
 KINDS: dict[str, type[Item]] = {
     "message": MessageItem,
     "function_call": CallItem,

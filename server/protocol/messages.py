@@ -68,6 +68,7 @@ class ToolResultBlock(Block):
 
 
 AnyBlock = TextBlock | ThinkingBlock | RedactedBlock | ToolUseBlock | ToolResultBlock
+Blocks = Annotated[list[AnyBlock], Field(max_length=MAX_BLOCKS)]
 USER: dict[str, type[Block]] = {"text": TextBlock, "tool_result": ToolResultBlock}
 ASSISTANT: dict[str, type[Block]] = {
     "text": TextBlock,
@@ -104,11 +105,14 @@ def parse_block(value: Any, kinds: dict[str, type[Block]], *place: str | int) ->
 
 class GivenMessage(Body):
     role: Literal["user", "assistant", "system"]
-    content: Annotated[list[Any], PlainValidator(lambda value: value, json_schema_input_type=str | list[AnyBlock])]
+    content: Annotated[list[Any], PlainValidator(lambda value: value, json_schema_input_type=str | Blocks)]
 
     @property
     def blocks(self) -> list[Block]:
         return self.content
+
+
+GivenMessages = Annotated[list[GivenMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
 
 
 def parse_messages(value: object) -> list[GivenMessage]:
@@ -161,7 +165,7 @@ def _hosted(value: object) -> object:
 class ToolChoice(Body):
     type: Literal["auto", "any", "tool", "none"]
     name: Name | None = None
-    disable_parallel_tool_use: bool = False
+    disable_parallel_tool_use: bool | None = None
 
     @model_validator(mode="after")
     def _named(self) -> Self:
@@ -208,7 +212,7 @@ class CountRequest(Body):
     }
 
     model: Annotated[str, StringConstraints(min_length=1, max_length=1024)]
-    messages: Annotated[list[GivenMessage], PlainValidator(parse_messages, json_schema_input_type=list[GivenMessage])]
+    messages: Annotated[list[GivenMessage], PlainValidator(parse_messages, json_schema_input_type=GivenMessages)]
     system: (
         Annotated[
             str, PlainValidator(lambda value: parse_text(value, "system"), json_schema_input_type=str | list[TextBlock])

@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field, PlainValidator, StringConstraints, 
 
 from server.errors import Unsupported
 from server.protocol.base import Body, Count, Int, at_most, fault
-from server.protocol.items import Item, parse_items
+from server.protocol.items import Item, Items, parse_items
 from server.protocol.sampling import BEAMS, MAX_LOGPROBS, UNSUPPORTED, Metadata, SamplingFields
 from server.protocol.structured import StructureFields
 from server.protocol.tools import MAX_TOOLS, CustomFormat
@@ -113,7 +113,7 @@ class InputFields(SamplingFields, StructureFields):
         "messages": (),
     }
 
-    input: Annotated[list[Item], PlainValidator(parse_items, json_schema_input_type=str | list[Item])]
+    input: Annotated[list[Item], PlainValidator(parse_items, json_schema_input_type=str | Items)]
     instructions: Annotated[str, Field(description="a system message; later responses don't inherit it")] | None = None
     previous_response_id: ResponseId | None = None
     tools: Annotated[list[FlatTool], Field(max_length=MAX_TOOLS), BeforeValidator(_hosted), at_most(MAX_TOOLS)] = Field(

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, PlainValidator, StringConstraints, WithJsonSchema, model_validator
+from pydantic import ConfigDict, Field, PlainValidator, StringConstraints, WithJsonSchema, model_validator
 
 from server.errors import InvalidRequest
 from server.protocol.base import Body, at_most, count_values, fault
@@ -19,6 +19,11 @@ MAX_SCHEMA_VALUES = 10_000
 """Values in one function's parameters, at any depth."""
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_-]+$")]
+
+
+def of_kind(kind: str) -> dict[str, Any]:
+    """In a JSON schema: an object of this type has the field of the same name."""
+    return {"properties": {"type": {"const": kind}}, "required": ["type", kind]}
 
 
 class FunctionDefinition(Body):
@@ -72,6 +77,8 @@ class CustomDefinition(Body):
 
 
 class ToolDefinition(Body):
+    model_config = ConfigDict(json_schema_extra={"anyOf": [of_kind("function"), of_kind("custom")]})
+
     type: Literal["function", "custom"]
     function: FunctionDefinition | None = None
     custom: CustomDefinition | None = None
@@ -139,14 +146,12 @@ def _function_choice(value: object) -> Choice:
     return _choice(value)
 
 
+_HOLDER = {"type": "object", "properties": {"name": {"type": "string", "minLength": 1}}, "required": ["name"]}
 _NAMED = {
     "type": "object",
-    "properties": {
-        "type": {"enum": ["function", "custom"]},
-        "function": {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]},
-        "custom": {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]},
-    },
+    "properties": {"type": {"enum": ["function", "custom"]}, "function": _HOLDER, "custom": _HOLDER},
     "required": ["type"],
+    "anyOf": [_HOLDER, of_kind("function"), of_kind("custom")],
 }
 _ALLOWED = {
     "type": "object",
@@ -175,7 +180,7 @@ FunctionChoice = Annotated[
         {
             "anyOf": [
                 {"enum": ["none", "auto"]},
-                {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]},
+                _HOLDER,
             ]
         }
     ),

@@ -63,8 +63,7 @@ def test_a_stop_sequence_and_a_prefix(sdk: Client) -> None:
 
 def test_tools(sdk: Client) -> None:
     """A forced call, whole and streamed; the conversation goes on with its result."""
-    choice = {"type": "any", "disable_parallel_tool_use": True}
-    fields: Any = {**SHORT, "max_tokens": 80, "tools": [WEATHER], "tool_choice": choice}
+    fields: Any = {**SHORT, "max_tokens": 80, "tools": [WEATHER], "tool_choice": {"type": "any"}}
     whole = sdk.messages.create(**fields, messages=ASK)
     (call,) = whole.content
     assert (call.type, call.name, whole.stop_reason) == ("tool_use", "get_weather", "tool_use")
@@ -91,7 +90,7 @@ def test_refusals_are_the_sdks_exceptions(sdk: Client) -> None:
         sdk.messages.create(**{**SHORT, "model": "none"}, messages=ASK)
     with pytest.raises(anthropic.BadRequestError, match="temperature") as wrong:
         sdk.messages.create(**{**SHORT, "extra_body": {"temperature": 3}}, messages=ASK)
-    assert wrong.value.body["error"]["type"] == "invalid_request_error"  # type: ignore[index]
+    assert wrong.value.body["error"]["type"] == "invalid_request_error"
     sdk.messages.count_tokens(model=MODEL, messages=ASK)
 
 

@@ -10,14 +10,14 @@ from langchain_openai import ChatOpenAI
 from langchain_tests.integration_tests import ChatModelIntegrationTests
 
 
-class Forced(ChatOpenAI):  # type: ignore[misc]
+class Forced(ChatOpenAI):
     """Calls whenever it has tools, which the demo model would hardly do by itself."""
 
     def bind_tools(self, tools: Any, *, tool_choice: Any = None, **more: Any) -> Any:
         return super().bind_tools(tools, tool_choice=tool_choice or "any", **more)
 
 
-class TestChatOpenAI(ChatModelIntegrationTests):  # type: ignore[misc]
+class TestChatOpenAI(ChatModelIntegrationTests):
     @property
     def chat_model_class(self) -> type[ChatOpenAI]:
         return Forced
@@ -52,8 +52,6 @@ class TestChatOpenAI(ChatModelIntegrationTests):  # type: ignore[misc]
             whole = chunk if whole is None else whole + chunk
         return whole
 
-    @pytest.mark.xfail(
-        reason="JSON mode knows no schema: the demo model is not clever enough to take keys from a prompt"
-    )
+    @pytest.mark.xfail(reason="in JSON mode the model has to take the keys from the prompt, and is not clever enough")
     def test_json_mode(self, model: ChatOpenAI) -> None:
         super().test_json_mode(model)

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -20,13 +21,13 @@ CHECKS = (
 
 
 @pytest.mark.timeout(1200)
-def test_every_answer_is_described(url: str) -> None:
+def test_every_answer_is_described(url: str, tmp_path: Path) -> None:
     """No 5xx, no answer that takes 30 s, no status, type, header or body that the document does not have."""
     words = ["run", f"{url}/openapi.json", "--checks", ",".join(CHECKS), "--mode", "all", "--phases", "fuzzing"]
     words += ["--max-examples", str(PER_OPERATION), "--seed", "1", "--continue-on-failure", "--request-timeout", "30"]
     environment = {**os.environ, "SCHEMATHESIS_HOOKS": "tests.clients.bounds", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "schemathesis.cli", *words, "--no-color"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     (generated,) = re.findall(r"([\d,]+) generated", done.stdout)
     assert int(generated.replace(",", "")) >= CASES

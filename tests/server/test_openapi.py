@@ -43,6 +43,23 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
     ("/apply-template", {"messages": HI}),
 ]
 
+CALLED = {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f"}}]}
+DESCRIBED = [CALLED, {"role": "tool", "tool_call_id": "1", "content": "x"}, {"role": "assistant", "content": "x"}]
+WRONG: list[tuple[str, dict[str, Any]]] = [
+    (CHAT, {"messages": []}),
+    (CHAT, {"messages": [{"role": "user"}]}),
+    (CHAT, {"messages": [{"role": "assistant"}]}),
+    (CHAT, {"messages": [{"role": "tool", "content": "x"}]}),
+    (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}),
+    (CHAT, {"messages": HI, "tools": [{"type": "function"}]}),
+    (CHAT, {"messages": HI, "tools": [{"type": "custom", "function": {"name": "f"}}]}),
+    (CHAT, {"messages": HI, "tools": [TOOL], "tool_choice": {"type": "function"}}),
+    (CHAT, {"messages": HI, "functions": [TOOL["function"]], "function_call": {"name": ""}}),
+    ("/v1/responses", {"input": []}),
+    ("/v1/messages", {"model": MODEL, "max_tokens": 2, "messages": []}),
+]
+"""Wrong, and described as such: what schemathesis could not tell from right ones before."""
+
 
 def check(document: dict[str, Any], method: str, path: str, reply: Any) -> None:
     """The answer's status is described, and its body fits the schema that stands there."""
@@ -98,6 +115,22 @@ def test_answers_to_bodies(server: Running, document: dict[str, Any], path: str,
     if "text/event-stream" in document["paths"][path]["post"]["responses"]["200"]["content"]:
         plain = {name: value for name, value in body.items() if name != "prompt_logprobs"}
         check(document, "post", path, server.post(path, {**plain, "stream": True}))
+
+
+@pytest.mark.parametrize(("path", "body"), WRONG)
+def test_what_is_refused_is_not_described(
+    server: Running, document: dict[str, Any], path: str, body: dict[str, Any]
+) -> None:
+    schema = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert not jsonschema.Draft202012Validator({**schema, "components": document["components"]}).is_valid(body)
+    assert server.post(path, body).status_code == 400
+
+
+def test_calls_and_their_results_are_described(server: Running, document: dict[str, Any]) -> None:
+    body = {"messages": [*HI, *DESCRIBED, *HI], "max_tokens": 2, "tools": [TOOL], "tool_choice": "none"}
+    schema = document["paths"][CHAT]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    jsonschema.Draft202012Validator({**schema, "components": document["components"]}).validate(body)
+    assert server.post(CHAT, body).status_code == 200
 
 
 def test_answers_without_bodies(server: Running, document: dict[str, Any]) -> None:

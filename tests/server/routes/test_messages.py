@@ -128,6 +128,16 @@ def test_calls(server: Running, smol: Tokenizer) -> None:
     assert [block["type"] for block in none["content"]] == ["text"]
 
 
+def test_a_forced_call_is_the_only_one_unless_more_are_asked_for(server: Running, smol: Tokenizer) -> None:
+    """A small model that has to call, and may call again, never ends. Clients hardly ever say which they mean."""
+    say(server, smol, CALL)
+    grammars = []
+    for more in ({}, {"disable_parallel_tool_use": True}, {"disable_parallel_tool_use": False}):
+        ask(server, tools=[WEATHER], tool_choice={"type": "any", **more})
+        grammars.append(server.engine.submits()[-1].params.grammar)
+    assert grammars[0] == grammars[1] != grammars[2]
+
+
 def test_a_call_that_is_cut_short(server: Running, smol: Tokenizer) -> None:
     say(server, smol, CALL)
     tokens = len(smol.encode(CALL[: CALL.index('me"}}')], add_special_tokens=False))
