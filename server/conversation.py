@@ -6,25 +6,64 @@ ChatRequest, Chat ──▶ begin: prompt, parameters, format ──▶ Generati
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
+from server.body import validate
 from server.errors import RequestError
-from server.generation import Generation, Job
+from server.generation import Generation, Job, stream_options
+from server.history import normalized
 from server.parsing.answer import AnswerFormat, AnswerParser
 from server.parsing.forcing import forced
 from server.pieces import Piece, joined
 from server.prompts import check_values
-from server.protocol.chat import ChatRequest
+from server.protocol.chat import ChatFields, ChatRequest
 from server.service import Caller
-from server.streams import StreamOptions, TextEvent
+from server.streams import TextEvent
 from server.template import Chat
 
+C = TypeVar("C", bound=ChatFields)
 
-async def begin(generation: Generation, body: ChatRequest, chat: Chat, caller: Caller) -> AnswerFormat:
-    """Tokenise, check, submit; how to read what comes back. Raises whatever the client did wrong."""
+
+def conversation(model: type[C], value: dict[str, Any]) -> tuple[C, Chat]:
+    """The request, and what the template gets of it. Takes its time where there are thousands of messages."""
+    body = validate(model, value)
+    verbosity = getattr(body, "verbosity", None)
+    return body, Chat(
+        messages=normalized(message.model_dump(exclude_none=True) for message in body.messages),
+        tools=body.use.shown(),
+        reasoning_effort=body.reasoning_effort,
+        add_generation_prompt=body.generation_prompt,
+        continue_final_message=body.continue_final_message,
+        documents=body.documents,
+        template=body.chat_template,
+        kwargs={**({} if verbosity is None else {"verbosity": verbosity}), **body.chat_template_kwargs},
+    )
+
+
+async def begin(
+    generation: Generation,
+    body: ChatRequest,
+    chat: Chat,
+    caller: Caller,
+    names: Mapping[str, str] = MappingProxyType({}),
+) -> AnswerFormat:
+    """Tokenise, check, submit; how to read what comes back. Raises whatever the client did wrong.
+
+    `names`: fields of chat, and what the same is called on the route that was asked.
+    """
+    try:
+        return await _begin(generation, body, chat, caller)
+    except RequestError as error:
+        raise renamed(error, names) from None
+
+
+async def _begin(generation: Generation, body: ChatRequest, chat: Chat, caller: Caller) -> AnswerFormat:
     loaded = generation.loaded
     prompts, sampling, formats = loaded.prompts, loaded.sampling, loaded.formats
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -43,16 +82,11 @@ async def begin(generation: Generation, body: ChatRequest, chat: Chat, caller: C
     format = formats.answer(use, body.splits_reasoning, inside)
     structure = forced(formats, use, body.structure, inside=inside, thinks=formats.thinks(prompt.text or ""))
     grammar = await loaded.structures.grammar(structure)
-    options = StreamOptions(
+    options = dataclasses.replace(
+        stream_options(body),
         shown=formats.shown(format),
         reasoning=format.reasoning,
         inside=inside,
-        stop=tuple(body.stop),
-        include_stop=body.include_stop_str_in_output,
-        skip_special_tokens=body.skip_special_tokens,
-        min_tokens=body.min_tokens,
-        token_ids=body.return_token_ids,
-        interval=body.stream_interval,
         # A grammar speaks of every character, a first blank included.
         new_text=not body.continue_final_message and grammar is None,
     )

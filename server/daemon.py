@@ -113,7 +113,7 @@ def make_loaded(settings: Settings, tokenizer: Tokenizer, ready: Ready) -> Loade
     if defaults != GenerationDefaults():
         report(Progress("sampling", f"defaults of the model's generation_config: {defaults}"))
     sampling = Sampling(tokenizer, defaults, ready.vocab_size, settings.seed)
-    structures = Structures(Vocabulary.of(tokenizer, ready.vocab_size))
+    structures = Structures(lambda: Vocabulary.of(tokenizer, ready.vocab_size))
     return Loaded(ready, tokenizer, prompts, sampling, formats, structures)
 
 

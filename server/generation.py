@@ -38,6 +38,18 @@ class Job:
     """The prompt's, where the answer has it."""
 
 
+def stream_options(body: GenerationRequest) -> StreamOptions:
+    """How the tokens of a request become text, as far as every endpoint says it."""
+    return StreamOptions(
+        stop=tuple(body.stop),
+        include_stop=body.include_stop_str_in_output,
+        skip_special_tokens=body.skip_special_tokens,
+        min_tokens=body.min_tokens,
+        token_ids=body.return_token_ids,
+        interval=body.stream_interval,
+    )
+
+
 class Generation:
     """Made before anything is tokenised; whoever makes it calls `close`, in whatever way the request ends."""
 

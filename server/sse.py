@@ -3,13 +3,14 @@
     data: {"id":…,"created":…,"model":…,"choices":[  delta  ],"usage":null}\n\n
           └───────────── head, once ──────────────┘ └ each ┘ └─ tail, once ─┘
 
-A stream has `data:` lines and comments only; never `id:`, `retry:`, `event:` or an empty `data:`.
+A stream has `data:` lines and comments only; never `id:`, `retry:` or an empty `data:`, and `event:` only where the
+protocol has typed events.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from typing import Any
 
@@ -31,6 +32,11 @@ SEND_SECONDS = 60.0
 
 # This server drains by itself (`daemon`); sse-starlette would cut every stream at SIGTERM.
 AppStatus.disable_automatic_graceful_drain()  # type: ignore[no-untyped-call]
+
+
+def typed(event: Mapping[str, Any]) -> bytes:
+    """An event that says its type twice, as the clients of /v1/responses and /v1/messages read it."""
+    return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), orjson.dumps(event))
 
 
 class Frames:

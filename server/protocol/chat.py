@@ -6,8 +6,9 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import ConfigDict, Field, PlainValidator, StringConstraints, WithJsonSchema, model_validator
 
-from server.errors import InvalidRequest, Unsupported
+from server.errors import InvalidRequest
 from server.protocol.base import Body, Count, Int, at_most, fault
+from server.protocol.parts import joined
 from server.protocol.sampling import BEAMS, MAX_LOGPROBS, UNSUPPORTED, GenerationRequest
 from server.protocol.tools import ToolFields, of_kind
 
@@ -19,33 +20,9 @@ TEXT_PARTS = {"text": "text", "refusal": "refusal"}
 """Kinds of content parts that are text, and the field that holds it."""
 
 
-def parse_content(value: object) -> str:
-    """A string, or text parts joined without a separator. Raises ValueError, or Unsupported for images and the like."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise ValueError("must be a string or a list of content parts")
-    texts: list[str] = []
-    for number, part in enumerate(value):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if not isinstance(kind, str):
-            raise ValueError(f"part {number} must be an object with a type")
-        if kind not in TEXT_PARTS:
-            raise Unsupported(
-                f"messages: the model takes text only, not a part of type {kind[:32]!a}",
-                param="messages",
-                code="unsupported_value",
-            )
-        text = part.get(TEXT_PARTS[kind])
-        if not isinstance(text, str):
-            raise ValueError(f"part {number} must have a string in {TEXT_PARTS[kind]!r}")
-        texts.append(text)
-    return "".join(texts)
-
-
 Content = Annotated[
     str,
-    PlainValidator(parse_content),
+    PlainValidator(lambda value: joined(value, TEXT_PARTS, "messages")),
     WithJsonSchema(
         {
             "anyOf": [

@@ -8,35 +8,12 @@ from pydantic import Field, PlainValidator, StringConstraints, ValidationError
 
 from server.errors import Unsupported
 from server.protocol.base import Body, invalid
+from server.protocol.parts import joined
 
 MAX_ITEMS = 4096
 MAX_NAME = 256
 TEXT_TYPES = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 """Kinds of parts that are text, and the field that holds it."""
-
-
-def parse_parts(value: object) -> str:
-    """A string, or text parts joined without a separator. Raises ValueError, or Unsupported for images and the like."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise ValueError("must be a string or a list of content parts")
-    texts: list[str] = []
-    for number, part in enumerate(value):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if not isinstance(part, dict) or not isinstance(kind, str):
-            raise ValueError(f"part {number} must be an object with a type")
-        if kind not in TEXT_TYPES:
-            raise Unsupported(
-                f"input: the model takes text only, not a part of type {kind[:32]!a}",
-                param="input",
-                code="unsupported_value",
-            )
-        text = part.get(TEXT_TYPES[kind])
-        if not isinstance(text, str):
-            raise ValueError(f"part {number} must have a string in {TEXT_TYPES[kind]!r}")
-        texts.append(text)
-    return "".join(texts)
 
 
 class TextPart(Body):
@@ -51,7 +28,12 @@ class RefusalPart(Body):
     refusal: str
 
 
-Parts = Annotated[str, PlainValidator(parse_parts, json_schema_input_type=str | list[TextPart | RefusalPart])]
+Parts = Annotated[
+    str,
+    PlainValidator(
+        lambda value: joined(value, TEXT_TYPES, "input"), json_schema_input_type=str | list[TextPart | RefusalPart]
+    ),
+]
 Name = Annotated[str, StringConstraints(min_length=1, max_length=MAX_NAME)]
 CallId = Annotated[str, StringConstraints(min_length=1, max_length=MAX_NAME)]
 Status = Literal["in_progress", "completed", "incomplete"]

@@ -6,28 +6,26 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import orjson
 from fastapi import APIRouter, Request, Response
 
 from server.answer import respond
-from server.body import read_object, validate
+from server.body import read_object
 from server.chat_reply import REASONING_FIELDS, ChatReply
-from server.conversation import begin
+from server.conversation import begin, conversation
 from server.generation import Generation, best
-from server.history import normalized
 from server.logprobs import TokenEntry, chat_logprobs, prompt_logprobs
 from server.parsing.answer import AnswerFormat, AnswerParser
 from server.pieces import joined
-from server.protocol.chat import ChatFields, ChatRequest
+from server.protocol.chat import ChatRequest
 from server.service import Caller, Service, service_of
 from server.sse import DONE, TEXT, Frames
 from server.streams import SequenceResult, TextEvent
 from server.template import Chat
 
 router = APIRouter()
-C = TypeVar("C", bound=ChatFields)
 THREAD_TOKENS = 512
 """An answer with the logprobs of more tokens is put together in a thread."""
 
@@ -42,22 +40,6 @@ async def create_chat_completion(http: Request) -> Response:
     generation = Generation(service, "chat", body.sequences, arrival)
     answer = ChatAnswer(service, generation, body, chat, model, service.caller(http, body.cache_salt, body.user))
     return await respond(http, answer, body.stream)
-
-
-def conversation(model: type[C], value: dict[str, Any]) -> tuple[C, Chat]:
-    """The request, and what the template gets of it. Takes its time where there are thousands of messages."""
-    body = validate(model, value)
-    verbosity = getattr(body, "verbosity", None)
-    return body, Chat(
-        messages=normalized(message.model_dump(exclude_none=True) for message in body.messages),
-        tools=body.use.shown(),
-        reasoning_effort=body.reasoning_effort,
-        add_generation_prompt=body.generation_prompt,
-        continue_final_message=body.continue_final_message,
-        documents=body.documents,
-        template=body.chat_template,
-        kwargs={**({} if verbosity is None else {"verbosity": verbosity}), **body.chat_template_kwargs},
-    )
 
 
 class ChatAnswer:

@@ -16,13 +16,13 @@ from server.body import read_object, validate
 from server.detokenizer import Detokenizer
 from server.echo import Echo, make_echo
 from server.errors import InvalidRequest
-from server.generation import Generation, Job, best
+from server.generation import Generation, Job, best, stream_options
 from server.logprobs import TokenEntry, completion_logprobs, prompt_logprobs
 from server.prompts import Prompt, check_values
 from server.protocol.completions import CompletionRequest
 from server.service import Caller, Service, service_of
 from server.sse import DONE, TEXT, Frames
-from server.streams import SequenceResult, StreamOptions, TextEvent
+from server.streams import SequenceResult, TextEvent
 
 router = APIRouter()
 MAX_BEAM_IDS = 2**22
@@ -116,15 +116,7 @@ class CompletionAnswer:
                 )
             self._beamed = jobs
             return
-        options = StreamOptions(
-            stop=tuple(body.stop),
-            include_stop=body.include_stop_str_in_output,
-            skip_special_tokens=body.skip_special_tokens,
-            min_tokens=body.min_tokens,
-            token_ids=body.return_token_ids,
-            interval=body.stream_interval,
-        )
-        self.generation.submit(jobs, options)
+        self.generation.submit(jobs, stream_options(body))
 
     async def _built(self) -> list[Prompt]:
         body, texts = self._body, self._body.prompt

@@ -14,15 +14,15 @@ from fastapi import APIRouter, Request, Response
 from server.answer import respond
 from server.block_messages import CHAT_NAMES, chat_fields
 from server.body import read_object, validate
-from server.conversation import Turn, begin, renamed, turns
+from server.conversation import Turn, begin, conversation, renamed, turns
 from server.errors import RequestError
 from server.generation import Generation
 from server.message_content import Event, MessageContent
 from server.parsing.answer import AnswerFormat
 from server.protocol.chat import ChatRequest
 from server.protocol.messages import CountRequest, MessagesRequest
-from server.routes.chat import conversation
 from server.service import Caller, service_of
+from server.sse import typed
 from server.template import Chat
 
 router = APIRouter()
@@ -84,10 +84,7 @@ class MessageAnswer:
         self._content = MessageContent()
 
     async def start(self) -> None:
-        try:
-            self._format = await begin(self.generation, self._chat_body, self._chat, self._caller)
-        except RequestError as error:
-            raise renamed(error, CHAT_NAMES) from None
+        self._format = await begin(self.generation, self._chat_body, self._chat, self._caller, CHAT_NAMES)
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
         yield _framed(
@@ -146,4 +143,4 @@ def _end(turn: Turn) -> dict[str, Any]:
 
 
 def _framed(events: Iterable[Event]) -> bytes:
-    return b"".join(b"event: %b\ndata: %b\n\n" % (event["type"].encode(), orjson.dumps(event)) for event in events)
+    return b"".join(map(typed, events))

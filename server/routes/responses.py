@@ -17,7 +17,7 @@ from fastapi import APIRouter, Request, Response
 
 from server.answer import respond
 from server.body import read_object, validate
-from server.conversation import Turn, begin, renamed, turns
+from server.conversation import Turn, begin, conversation, renamed, turns
 from server.errors import InvalidRequest, RequestError
 from server.generation import Generation
 from server.item_messages import CHAT_NAMES, chat_fields, listed
@@ -27,8 +27,8 @@ from server.protocol.chat import ChatRequest
 from server.protocol.items import MAX_ITEMS, Item, ReferenceItem, parse_items
 from server.protocol.responses import InputFields, ResponseRequest
 from server.response_output import Event, ResponseOutput
-from server.routes.chat import conversation
 from server.service import Caller, Service, service_of
+from server.sse import typed
 from server.store import Record
 from server.template import Chat
 
@@ -185,10 +185,7 @@ class ResponseAnswer:
         self._output = ResponseOutput(customs, body.logprobs)
 
     async def start(self) -> None:
-        try:
-            self._format = await begin(self.generation, self._chat_body, self._chat, self._caller)
-        except RequestError as error:
-            raise renamed(error, CHAT_NAMES) from None
+        self._format = await begin(self.generation, self._chat_body, self._chat, self._caller, CHAT_NAMES)
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
         kinds = ("response.created", "response.in_progress")
@@ -281,8 +278,7 @@ class ResponseAnswer:
         """Numbered as they go out."""
         frames = []
         for event in events:
-            data = orjson.dumps({"type": event["type"], "sequence_number": self._number, **event})
-            frames.append(b"event: %b\ndata: %b\n\n" % (event["type"].encode(), data))
+            frames.append(typed({"type": event["type"], "sequence_number": self._number, **event}))
             self._number += 1
         return b"".join(frames)
 

@@ -9,10 +9,10 @@ import orjson
 from fastapi import APIRouter, Request, Response
 
 from server.body import read_object, validate
+from server.conversation import conversation
 from server.detokenizer import Detokenizer
 from server.prompts import Prompt
 from server.protocol.tokens import DetokenizeRequest, PromptRequest, TokenizeChatRequest, TokenizeRequest
-from server.routes.chat import conversation
 from server.service import Loaded, service_of
 from server.template import Chat
 

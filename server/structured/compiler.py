@@ -12,7 +12,9 @@ import os
 import subprocess
 import sys
 from collections import OrderedDict
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -38,7 +40,7 @@ PACKAGES = Path(model.__file__ or "").resolve().parent.parent
 class Checker:
     """One process and what is said to it. All but `kill` is called by one thread at a time."""
 
-    def __init__(self, vocabulary: bytes) -> None:
+    def __init__(self, vocabulary: Callable[[], bytes]) -> None:
         self._vocabulary = vocabulary
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -79,7 +81,7 @@ class Checker:
             process_group=0,  # Ctrl-C in a terminal reaches only this process, which drains first
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         )
-        if _exchange(process, self._vocabulary) is None:  # It says when it is ready; no job's time runs until then.
+        if _exchange(process, self._vocabulary()) is None:  # It says when it is ready; no job's time runs until then.
             raise RuntimeError("the process that checks grammars does not start")
 
 
@@ -94,8 +96,13 @@ def _exchange(process: subprocess.Popen[bytes], frame: bytes) -> bytes | None:
 class Structures:
     """Used on the event loop's thread. `close` ends its processes."""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        encoded = msgspec.msgpack.encode(vocabulary)
+    def __init__(self, vocabulary: Callable[[], Vocabulary]) -> None:
+        """`vocabulary` is called in a thread, when the first grammar comes."""
+
+        @cache
+        def encoded() -> bytes:
+            return msgspec.msgpack.encode(vocabulary())
+
         self._free = [Checker(encoded) for _ in range(CHECKERS)]
         self._all = tuple(self._free)
         self._turns = asyncio.Semaphore(CHECKERS)

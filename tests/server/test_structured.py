@@ -76,7 +76,7 @@ def vocabulary(smol: Tokenizer) -> Vocabulary:
 
 @pytest.fixture
 async def structures(vocabulary: Vocabulary) -> Any:
-    made = Structures(vocabulary)
+    made = Structures(lambda: vocabulary)
     yield made
     made.close()
 
