@@ -22,10 +22,10 @@ namespace OCTAVO_ISA {
 
 using octavo::Common;
 using octavo::Item;
-using octavo::Member;
 using octavo::Merge;
 using octavo::Portions;
 using octavo::Rows;
+using octavo::Slots;
 
 // Where the result of a lane goes, whose item begins with the step's token `token`.
 inline float* out_of(const Attended& t, int64_t token, int64_t head, int64_t lane) {
@@ -99,7 +99,7 @@ inline void attend(const Attended& t, const Rows& rows, const Item& item, Scratc
 template <class Stored>
 inline void attend(const Attended& t, const Rows& rows, const Portions& cut, const Common& c, Scratch& s) {
   const int64_t shared = t.shared(), dim = t.dim;
-  const Member* members = cut.members.data() + c.first;
+  const int32_t* members = cut.members.data() + c.first;
   int32_t positions[LANES];
   int lanes = 0;
   const auto put = [&](int32_t row, int64_t lane) {
@@ -107,14 +107,14 @@ inline void attend(const Attended& t, const Rows& rows, const Portions& cut, con
     positions[lanes++] = int32_t(c.end);
   };
   for (int m = 0; m < c.count; m++)
-    for (int64_t lane = 0; lane < rows.counts[members[m].row] * shared; lane++) put(members[m].row, lane);
-  while (lanes % W) put(members[0].row, 0);
+    for (int64_t lane = 0; lane < rows.counts[members[m]] * shared; lane++) put(members[m], lane);
+  while (lanes % W) put(members[0], 0);
   clear(s, lanes, dim);
-  many_lanes<Stored>(t, rows.tables + members[0].row * rows.table_stride, c.head, c.begin, c.end, lanes, positions, s);
+  many_lanes<Stored>(t, rows.tables + members[0] * rows.table_stride, c.head, c.begin, c.end, lanes, positions, s);
   int lane = 0;
   for (int m = 0; m < c.count; m++) {
-    const int64_t count = rows.counts[members[m].row] * shared;
-    save(s, lane, count, dim, t.parts + members[m].slot(c.head, c.begin, part_size(count, dim)));
+    const int64_t count = rows.counts[members[m]] * shared;
+    save(s, lane, count, dim, t.parts + cut.slots[members[m]].slot(c.head, c.begin, part_size(count, dim)));
     lane += int(count);
   }
 }

@@ -1,88 +1,8 @@
 // The kernels as torch classes and operators: checks shapes and types, owns memory, opens the parallel region.
-#include <ATen/Parallel.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
-#include <ATen/ops/zeros.h>
-#include <omp.h>
-#include <torch/custom_class.h>
-#include <torch/library.h>
-
-#include <algorithm>
-#include <limits>
-#include <mutex>
-#include <string>
-#include <utility>
-#include <vector>
-
-#include "program.h"
-#include "sampling.h"
-
-namespace OCTAVO_ISA {
-extern const octavo::Kernels kernels;
-extern const octavo::Sampling sampling;
-}
+#include "draws.h"
+#include "host.h"
 
 namespace {
-
-using at::Tensor;
-using octavo::Kind;
-using std::optional;
-
-const octavo::Kernels& kernels = OCTAVO_ISA::kernels;
-constexpr int64_t MOST_LANES = 16;  // of any instruction set's vectors
-
-Kind kind_of(const Tensor& t, const char* name) {
-  switch (t.scalar_type()) {
-    case at::kFloat: return Kind::f32;
-    case at::kHalf: return Kind::f16;
-    case at::kBFloat16: return Kind::bf16;
-    default: TORCH_CHECK(false, name, " must be float32, float16 or bfloat16");
-  }
-}
-
-const Tensor& checked(const Tensor& t, at::ScalarType type, at::IntArrayRef shape, const char* name) {
-  TORCH_CHECK(t.scalar_type() == type && t.is_contiguous() && t.device().is_cpu(), name, " must be a contiguous ", type,
-              " tensor on the CPU");
-  TORCH_CHECK(t.sizes() == shape, name, " must have the shape ", shape, ", not ", t.sizes());
-  return t;
-}
-
-template <class T>
-T* pointer(const Tensor& t) {
-  return (T*)t.data_ptr();
-}
-
-// One region for a whole step. `work` is called by every thread with its number and their count.
-template <class Work>
-void parallel(Work work, std::vector<octavo::Laps>* laps = nullptr) {
-  static thread_local std::vector<Tensor> scratch;  // per calling thread: one buffer for each of the region's threads
-  const int wanted = at::get_num_threads();
-  while ((int)scratch.size() < wanted) scratch.push_back(at::empty({kernels.scratch_bytes}, at::kByte));
-  std::vector<Tensor>& mine = scratch;
-  if (laps) laps->resize(wanted);
-#pragma omp parallel num_threads(wanted)
-  {
-    const int number = omp_get_thread_num();
-    work(octavo::Thread{number, omp_get_num_threads(), mine[number].data_ptr(), laps ? &(*laps)[number] : nullptr});
-  }
-}
-
-// Memory for weights, side by side in large pieces, which torch asks huge pages for (THP_MEM_ALLOC_ENABLE): every step
-// reads all of them, and a page of 4 KiB is through in a microsecond.
-Tensor carve(int64_t bytes) {
-  constexpr int64_t PIECE = 64 << 20;
-  static std::mutex mutex;
-  static Tensor piece;
-  static int64_t used;
-  const std::lock_guard<std::mutex> lock(mutex);
-  if (!piece.defined() || used + bytes > piece.numel()) {
-    piece = at::empty({std::max(bytes, PIECE)}, at::kByte);
-    used = 0;
-  }
-  const int64_t begin = used;
-  used += (bytes + 63) / 64 * 64;
-  return piece.narrow(0, begin, bytes);
-}
 
 struct Matrix : torch::CustomClassHolder {
   octavo::Matrix m{};
@@ -171,15 +91,6 @@ octavo::Rows rows_of(const Tensor& blocks, const Tensor& offsets, const Tensor& 
   return {tokens, rows, pointer<int64_t>(blocks), pointer<int64_t>(offsets), pointer<int64_t>(row_starts),
           pointer<int64_t>(starts), pointer<int64_t>(counts), pointer<int64_t>(tables), tables.size(1)};
 }
-
-// Grows to the largest step there has been, and stays.
-struct Buffer {
-  Tensor memory;
-  char* take(int64_t bytes) {
-    if (!memory.defined() || memory.nbytes() < (size_t)bytes) memory = at::empty({bytes}, at::kByte);
-    return (char*)memory.data_ptr();
-  }
-};
 
 struct Decoder : torch::CustomClassHolder {
   octavo::Geometry g{};
@@ -330,85 +241,6 @@ Tensor attention(const Tensor& query, const Tensor& keys, const Tensor& values, 
 bool attends(int64_t heads, int64_t kv_heads, int64_t dim) {
   return dim <= kernels.largest_head && dim % kernels.head_multiple == 0 && heads % kv_heads == 0 &&
          heads / kv_heads <= kernels.most_shared;
-}
-
-// `work` is called for every row, by any thread, with memory for a vocabulary. A few rows are not worth a region.
-template <class Work>
-void each_row(int64_t rows, int64_t vocab, Work work) {
-  const int64_t bytes = (OCTAVO_ISA::sampling.scratch_bytes(vocab) + 63) / 64 * 64;
-  static thread_local Buffer buffer;
-  char* scratch = buffer.take(bytes * at::get_num_threads());
-  std::atomic<int64_t> next{0};
-  const auto share = [&](const octavo::Thread& t) {
-    for (int64_t row; (row = next.fetch_add(1, std::memory_order_relaxed)) < rows;) work(row, scratch + t.number * bytes);
-  };
-  if (rows * vocab <= 1 << 18) share({0, 1, nullptr});
-  else parallel(share);
-}
-
-// logits [rows, vocab] float32; wishes [rows, 5] float64 → tokens [rows], NO_TOKEN or BAD_LOGITS among them.
-Tensor draw(const Tensor& logits, const Tensor& wishes) {
-  const int64_t rows = wishes.size(0), vocab = logits.size(1);
-  checked(logits, at::kFloat, {rows, vocab}, "logits"), checked(wishes, at::kDouble, {rows, 5}, "wishes");
-  Tensor tokens = at::empty({rows}, at::kLong);
-  each_row(rows, vocab, [&](int64_t row, void* scratch) {
-    pointer<int64_t>(tokens)[row] = OCTAVO_ISA::sampling.draw(pointer<float>(logits) + row * vocab, vocab,
-                                                              pointer<octavo::Wish>(wishes)[row], scratch);
-  });
-  return tokens;
-}
-
-// Every token of a row whose bit in the row's mask is not set becomes -inf. scores [any, vocab] float32, changed in place;
-// rows [n]; masks [n, bytes] uint8, the lowest bit first.
-void constrain(const Tensor& scores, const Tensor& rows, const Tensor& masks) {
-  const int64_t n = rows.size(0), vocab = scores.size(1), bytes = masks.size(1);
-  checked(scores, at::kFloat, {scores.size(0), vocab}, "scores"), checked(rows, at::kLong, {n}, "rows");
-  checked(masks, at::kByte, {n, bytes}, "masks");
-  TORCH_CHECK(8 * bytes >= vocab, "masks are too short");
-  // What the eight tokens of a byte get added: nothing, or minus infinity.
-  static const std::vector<float> added = [] {
-    std::vector<float> table(256 * 8);
-    for (int64_t i = 0; i < 256 * 8; i++) table[i] = i / 8 >> i % 8 & 1 ? 0.f : -std::numeric_limits<float>::infinity();
-    return table;
-  }();
-  for (int64_t i = 0; i < n; i++) {
-    const int64_t row = pointer<int64_t>(rows)[i];
-    TORCH_CHECK(row >= 0 && row < scores.size(0), "there is no row ", row);
-  }
-  each_row(n, vocab, [&](int64_t i, void*) {
-    float* score = pointer<float>(scores) + pointer<int64_t>(rows)[i] * vocab;
-    const uint8_t* mask = pointer<uint8_t>(masks) + i * bytes;
-    for (int64_t token = 0; token < vocab; token += 8) {
-      if (mask[token / 8] == 0xFF) continue;
-      const float* add = added.data() + 8 * mask[token / 8];
-      const int64_t count = std::min<int64_t>(8, vocab - token);
-      if (count == 8) for (int64_t k = 0; k < 8; k++) score[token + k] += add[k];
-      else for (int64_t k = 0; k < count; k++) score[token + k] += add[k];
-    }
-  });
-}
-
-// Of one token in each of some rows: values [n, 1 + most] float64 and numbers [n, 1 + most], see Sampling::logprobs.
-std::tuple<Tensor, Tensor> logprobs(const Tensor& logits, const Tensor& rows, const Tensor& tokens,
-                                    const Tensor& counts, int64_t most) {
-  const int64_t n = rows.size(0), vocab = logits.size(1);
-  checked(logits, at::kFloat, {logits.size(0), vocab}, "logits"), checked(rows, at::kLong, {n}, "rows");
-  checked(tokens, at::kLong, {n}, "tokens"), checked(counts, at::kLong, {n}, "counts");
-  for (int64_t i = 0; i < n; i++) {
-    const int64_t row = pointer<int64_t>(rows)[i], token = pointer<int64_t>(tokens)[i];
-    TORCH_CHECK(row >= 0 && row < logits.size(0), "there is no row ", row);
-    TORCH_CHECK(token >= 0 && token < vocab, "there is no token ", token);
-    const int64_t count = pointer<int64_t>(counts)[i];
-    TORCH_CHECK(count >= 0 && count <= most, "counts must be from 0 to ", most);
-  }
-  Tensor values = at::empty({n, 1 + most}, at::kDouble), numbers = at::empty({n, 1 + most}, at::kLong);
-  each_row(n, vocab, [&](int64_t i, void* scratch) {
-    OCTAVO_ISA::sampling.logprobs(pointer<float>(logits) + pointer<int64_t>(rows)[i] * vocab, vocab,
-                                  pointer<int64_t>(tokens)[i], pointer<int64_t>(counts)[i],
-                                  pointer<double>(values) + i * (1 + most), pointer<int64_t>(numbers) + i * (1 + most),
-                                  scratch);
-  });
-  return {values, numbers};
 }
 
 }  // namespace

@@ -43,7 +43,7 @@ inline void find_common(const Rows& rows, const octavo::Geometry& g, int64_t blo
       const int32_t member = int32_t(to.members.size());
       int64_t lanes = 0;
       for (; row != last && (lanes += rows.counts[*row] * shared) <= LANES; row++) {
-        to.members.push_back({*row, 0, 0});
+        to.members.push_back(*row);
         to.common[*row] = keys;
       }
       for (int32_t head = 0; head < g.kv_heads; head++)
@@ -70,8 +70,7 @@ inline int64_t cut(const Rows& rows, const octavo::Geometry& g, int64_t window, 
       const int64_t begin = window ? std::max<int64_t>(0, start - window + 1) / KEYS * KEYS : 0, end = start + count;
       const int64_t spans = (end - 1) / SPAN - begin / SPAN + 1, size = part_size(count * shared, g.dim);
       const int64_t common = to.common[row];
-      const Member slots{row, floats, spans};
-      to.slots[row] = slots;
+      const Slots slots = to.slots[row] = {floats, spans};
       if (spans > 1 || common) floats += g.kv_heads * spans * size;
       for (int32_t head = 0; head < g.kv_heads; head++) {
         const auto slot = [&](int64_t key) { return slots.slot(head, key - begin / SPAN * SPAN, size); };
@@ -85,7 +84,6 @@ inline int64_t cut(const Rows& rows, const octavo::Geometry& g, int64_t window, 
         }
       }
     }
-  for (Member& member : to.members) member = to.slots[member.row];
   return floats;
 }
 

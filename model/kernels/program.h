@@ -83,9 +83,8 @@ struct Item {
 
 constexpr int64_t SPAN = 1024;  // keys of an item at most: it ends where a multiple of them does
 
-// A row, and where the parts of its heads and spans lie.
-struct Member {
-  int32_t row;
+// Where the parts of a row's heads and spans lie.
+struct Slots {
   int64_t part;    // of the first head and span, in floats
   int64_t spans;
   int64_t slot(int64_t head, int64_t key, int64_t size) const { return part + (head * spans + key / SPAN) * size; }
@@ -94,7 +93,7 @@ struct Member {
 // Queries of several rows that share a key head, over a span of the keys that the rows have in common.
 struct Common {
   int32_t head;
-  int32_t first, count;   // members
+  int32_t first, count;   // of `Portions::members`
   int64_t begin, end;     // keys
 };
 
@@ -110,9 +109,9 @@ struct Portions {
   std::vector<Common> commons;
   std::vector<Item> items, later;
   std::vector<Merge> merges;    // once all items are done
-  std::vector<Member> members;
+  std::vector<int32_t> members; // rows
   std::vector<int64_t> common;  // [rows] keys that are left to commons
-  std::vector<Member> slots;    // [rows]
+  std::vector<Slots> slots;     // [rows]
   std::vector<int32_t> order;   // of rows, by where they begin
 };
 
