@@ -131,7 +131,7 @@ def _answer(operation: Operation) -> dict[str, Any]:
         return {"description": "The answer.", "content": {operation.answer: {"schema": STRING}}}
     content: dict[str, Any] = {"application/json": {"schema": ref(operation.answer)}}
     if operation.streams:
-        content["text/event-stream"] = {"schema": {"type": "string", "description": "Events, where stream is true."}}
+        content["text/event-stream"] = {"schema": ref("Event")}
     return {"description": "The answer.", "content": content}
 
 

@@ -241,6 +241,7 @@ SHAPES: dict[str, Schema] = {
     "ChatTokens": record({"object": constant("chat.completion.input_tokens"), "input_tokens": INTEGER}),
     "State": record({"status": constant("loading", "ready", "draining", "stalled", "dead")}),
     "Version": record({"version": STRING}),
+    "Event": {**record({"data": STRING}, {"event": STRING}), "description": "Each event, where `stream` is true."},
     "Error": record(
         {"error": record({"message": STRING, "type": STRING, "param": nullable(STRING), "code": nullable(STRING)})}
     ),
