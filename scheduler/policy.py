@@ -104,9 +104,11 @@ def plan(state: SchedulerState, budget: Budget, now: float) -> Plan:
         counts[sequence] = 1
         context += start
     step.work = Work(len(counts), context)
-    purse = budget.purse(len(counts), context)
+    opens = bool(state.waiting) and not (state.closed and state.running)
+    seats = state.limits.max_num_seqs - len(state.running) if opens else 0
+    purse = budget.purse(len(counts), context, len(prompts) + min(len(state.waiting), seats))
     if purse.tokens > 0:
-        if state.waiting and not (state.closed and state.running):
+        if opens:
             prompts += _candidates(state, step, prompts, purse.tokens)
         if prompts:
             _share(prompts, purse)
