@@ -126,7 +126,7 @@ def _decoder_name(stored: str, config: ModelConfig) -> str | None:
 
 
 class GGUFStore:
-    """A GGUF file's tensors, dequantised as they are asked for, a few MiB at a time."""
+    """A GGUF file's tensors, dequantised as they are asked for, some rows at a time."""
 
     def __init__(self, path: Path, config: ModelConfig) -> None:
         self._file = GGUFFile(path)
