@@ -23,7 +23,7 @@ from statistics import median
 import orjson
 
 from loadtest.client import Client, NoModel, Served, Target, Unreachable, clock
-from loadtest.options import Flags, Help, base_url, natural, positive
+from loadtest.options import Flags, Help, base_url, positive
 from loadtest.outcome import Outcome
 from loadtest.report import row
 from loadtest.traffic import Send
@@ -160,7 +160,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--hostile-requests", type=positive(int), default=64, help="sent at once")
     add("--hostile-input-len", type=positive(int), default=4000, help="tokens of their prompts")
     add("--hostile-output-len", type=positive(int), default=4000, help="tokens of their answers")
-    add("--settle", type=natural, default=5, help="seconds from the hostile requests to the next polite one")
+    add("--settle", type=positive(float), default=5.0, help="seconds from the hostile requests to the next polite one")
     add("--request-timeout", type=positive(float), default=3600.0, help="seconds for one whole answer")
     add("--vocab-size", type=positive(int), help="without it, asked from the server, else 32000")
     add("--seed", type=int, default=0, help="of the prompts; one sent again may come from a cache")

@@ -1,4 +1,4 @@
-"""Whatever tenants ask, in whatever order: every request ends as the oracle says, and the invariants hold in each step."""
+"""Whatever tenants ask, in whatever order: each request ends as the oracle says, and invariants hold in every step."""
 
 from __future__ import annotations
 
