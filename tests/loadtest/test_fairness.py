@@ -22,7 +22,7 @@ def _no_key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Town:
-    """Answers the polite tenant after 20 ms, and after 60 ms once the hostile one has come, which it answers for ever."""
+    """Answers the polite tenant after 20 ms, after 60 ms once the hostile one has come; and that one for ever."""
 
     def __init__(self, hostile: Reply | None = None) -> None:
         self.hostile = hostile or Reply([(0.01, piece) for piece in completion_events(["x"] * 1000, 4000, 1000)])
