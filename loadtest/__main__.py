@@ -36,6 +36,10 @@ def main(argv: Sequence[str]) -> int:
         from loadtest.export import main as export
 
         return export(argv[1:])
+    if argv[:1] == ["fairness"]:
+        from loadtest.fairness import main as fairness
+
+        return fairness(argv[1:])
     if argv[:1] == ["growth"]:
         from loadtest.growth import main as growth
 
