@@ -67,6 +67,8 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     priority: int = 0
     """Lower runs first."""
     tenant: str = ""
+    weight: float = 1.0
+    """Share of the service that its tenant has, against other tenants' weights."""
     salt: bytes = b""
     """Part of every prefix hash: requests of different salts never share a block."""
     arrival: float = 0.0
