@@ -9,6 +9,7 @@ back one by one.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -25,8 +26,8 @@ MAX_BODY_BYTES = 256 * 2**20
 """Of the bodies of all requests in flight."""
 HALF_LIFE = 20.0
 """Busy seconds after which a measurement counts half."""
-GUESSED_TOKENS, GUESSED_SECONDS = 256.0, 0.25
-"""Prompt tokens in so many seconds, before any were computed."""
+GUESSED_TOKENS, GUESSED_SECONDS = 256, 0.25
+"""Of a prompt that was not read yet, and how long one takes, before any was computed."""
 
 
 class Rate:
@@ -92,7 +93,7 @@ class Admission:
             fact = f"{self.sequences} sequences in flight, at most {limit}"
             self._refuse("max_queued_requests", fact, sequences / self._ends.per_second)
         if self._queued_tokens() >= self.max_queued_tokens:
-            self._refuse_tokens(f"at most {self.max_queued_tokens} prompt tokens may wait", 1)
+            self._refuse_tokens(f"at most {self.max_queued_tokens} prompt tokens may wait", GUESSED_TOKENS)
 
     def hold_bytes(self, count: int) -> int:
         """Count bytes of a body as they come, until `free_bytes`; the same number. Raises Overloaded."""
@@ -158,4 +159,4 @@ class Admission:
         now = self._clock()
         self._line = min(max(now, self._line) + seconds, now + MAX_RETRY_SECONDS)
         wait = max(MIN_RETRY_SECONDS, self._line - now)
-        raise Overloaded(f"The server is full ({fact}); try again in {wait:.0f} s.", retry_after=wait)
+        raise Overloaded(f"The server is full ({fact}); try again in {math.ceil(wait)} s.", retry_after=wait)

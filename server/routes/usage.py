@@ -1,4 +1,4 @@
-"""GET /usage: what each key has used. An admin key sees everybody, another key itself; without keys there is one line."""
+"""GET /usage: an admin key sees what everybody has used, another key what it has; without keys there is one line."""
 
 from __future__ import annotations
 
