@@ -217,8 +217,7 @@ def test_whatever_happens_nothing_leaks(acts: list[tuple[float, int, int, int, s
             lease.enter()
             lease.widen(sequences)
             lease.reserve(prompt, sequences * ASSUMED_TOKENS, True)
-        except RateLimited as error:
-            assert int(error.headers["retry-after-ms"]) > 0
+        except RateLimited:
             lease.answered(429)
             lease.close()
         else:
