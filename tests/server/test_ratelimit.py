@@ -174,9 +174,11 @@ def test_the_sdk_waits_and_succeeds(limited: Running, key: str) -> None:
 
 
 def test_the_sdk_does_not_retry_what_can_never_be(limited: Running) -> None:
-    with openai.OpenAI(base_url=f"{limited.url}/v1", api_key="carol", max_retries=3) as sdk:
-        with pytest.raises(openai.BadRequestError):
-            sdk.completions.create(model=MODEL, prompt=[5] * 1001, max_tokens=1)
+    with (
+        openai.OpenAI(base_url=f"{limited.url}/v1", api_key="carol", max_retries=3) as sdk,
+        pytest.raises(openai.BadRequestError),
+    ):
+        sdk.completions.create(model=MODEL, prompt=[5] * 1001, max_tokens=1)
     limited.wait(lambda: limited.metric("octavo_http_requests_total", route=COMPLETIONS, status="400") == 1)
 
 
