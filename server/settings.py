@@ -253,7 +253,10 @@ def read_file(path: Path, flag: str = "--config") -> dict[str, Any]:
     except OSError as error:
         raise BadSettings(f"{flag} {path}: {error.strerror}") from None
     except (ValueError, yaml.YAMLError) as error:
-        raise BadSettings(f"{flag} {path}: {' '.join(str(error).split())}") from None
+        # YAML's own message quotes the line, and there may be a key in it.
+        mark = getattr(error, "problem_mark", None)
+        place = f"line {mark.line + 1}, column {mark.column + 1}: not valid YAML" if mark is not None else str(error)
+        raise BadSettings(f"{flag} {path}: {' '.join(place.split())}") from None
     if not isinstance(content, dict):
         raise BadSettings(f"{flag} {path}: must hold a mapping of settings")
     return {str(key).replace("-", "_"): value for key, value in content.items() if value is not None}

@@ -159,6 +159,23 @@ def test_weights_that_are_no_numbers(tmp_path: Path) -> None:
             read_keys(file)
 
 
+@pytest.mark.parametrize(
+    ("suffix", "text"),
+    [
+        ("yaml", "keys:\n  - name: a\n    key: very-secret: x\n"),
+        ("yaml", "keys:\n  - name: a\n    key: *very-secret\n"),
+        ("yaml", "keys:\n  - name: a\n    key: !very-secret\n"),
+        ("toml", '[[keys]]\nname = "a"\nkey = very-secret\n'),
+        ("json", '{"keys": [{"name": "a", "key": "very-secret]}'),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_not_quoted(tmp_path: Path, suffix: str, text: str) -> None:
+    with pytest.raises(BadSettings, match="line [13]") as caught:
+        read_keys(write(tmp_path, text, f"keys.{suffix}"))
+    assert "secret" not in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
 def test_a_file_that_is_not_there() -> None:
     with pytest.raises(BadSettings, match=re.escape("--api-keys-file: ")):
         load_settings({"api_keys_file": "/nowhere.yaml"})
