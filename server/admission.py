@@ -91,15 +91,16 @@ class Admission:
         limit = self.max_sequences
         if self.sequences + sequences > limit:
             fact = f"{self.sequences} sequences in flight, at most {limit}"
-            self._refuse("max_queued_requests", fact, sequences / self._ends.per_second)
+            self._refuse("max_queued_requests", fact, sequences, self._ends)
         if self._queued_tokens() >= self.max_queued_tokens:
-            self._refuse_tokens(f"at most {self.max_queued_tokens} prompt tokens may wait", GUESSED_TOKENS)
+            fact = f"at most {self.max_queued_tokens} prompt tokens may wait"
+            self._refuse("max_queued_tokens", fact, GUESSED_TOKENS, self._prompts)
 
     def hold_bytes(self, count: int) -> int:
         """Count bytes of a body as they come, until `free_bytes`; the same number. Raises Overloaded."""
         if self.body_bytes + count > MAX_BODY_BYTES:
             fact = f"the bodies of all requests have {MAX_BODY_BYTES} bytes at most"
-            self._refuse("max_body_bytes", fact, 1 / self._ends.per_second)
+            self._refuse("max_body_bytes", fact, 1, self._ends)
         self.body_bytes += count
         return count
 
@@ -131,7 +132,9 @@ class Admission:
         queued = self._queued_tokens()
         if queued and queued + tokens > self.max_queued_tokens:
             fact = f"{queued} prompt tokens wait, at most {self.max_queued_tokens}"
-            self._refuse_tokens(fact, min(queued, queued + tokens - self.max_queued_tokens))
+            self._refuse(
+                "max_queued_tokens", fact, min(queued, queued + tokens - self.max_queued_tokens), self._prompts
+            )
 
     def release(self, sequences: int) -> None:
         """The request has ended, in whatever way."""
@@ -149,14 +152,11 @@ class Admission:
             self._prompts.see(max(0, computed - computed_before), now - before)
         self._seen = now, computed, self._queued_tokens() > 0
 
-    def _refuse_tokens(self, fact: str, missing: int) -> NoReturn:
-        self._measure(0)
-        self._refuse("max_queued_tokens", fact, missing / self._prompts.per_second)
-
-    def _refuse(self, reason: str, fact: str, seconds: float) -> NoReturn:
-        """`seconds`: until the server has worked off what stands in the way of this one."""
+    def _refuse(self, reason: str, fact: str, missing: int, rate: Rate) -> NoReturn:
+        """`missing`: what has to be worked off, at the `rate` at which that is done, to make room for this one."""
         self.rejected[reason] += 1
-        now = self._clock()
-        self._line = min(max(now, self._line) + seconds, now + MAX_RETRY_SECONDS)
+        self._measure(0)
+        now = self._seen[0]
+        self._line = min(max(now, self._line) + missing / rate.per_second, now + MAX_RETRY_SECONDS)
         wait = max(MIN_RETRY_SECONDS, self._line - now)
         raise Overloaded(f"The server is full ({fact}); try again in {math.ceil(wait)} s.", retry_after=wait)

@@ -170,7 +170,7 @@ def test_weights_that_are_no_numbers(tmp_path: Path) -> None:
     ],
 )
 def test_a_file_that_cannot_be_read_is_not_quoted(tmp_path: Path, suffix: str, text: str) -> None:
-    with pytest.raises(BadSettings, match="line [13]") as caught:
+    with pytest.raises(BadSettings, match=r"line [13]") as caught:
         read_keys(write(tmp_path, text, f"keys.{suffix}"))
     assert "secret" not in str(caught.value)
     assert "\n" not in str(caught.value)
