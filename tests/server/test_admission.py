@@ -122,7 +122,7 @@ def test_the_wait_follows_the_rate() -> None:
     waits = [server.told() for _ in range(20)]
     assert waits[:10] == pytest.approx([2 * place for place in range(1, 11)], rel=0.1)
     assert waits[-5:] == [MAX_RETRY_SECONDS] * 5
-    server.now += 20
+    server.work(20, 2.0)
     assert server.told() == pytest.approx(12, rel=0.1)
     fast = Server(4)
     fast.work(10, 0.01)
