@@ -11,13 +11,27 @@ from starlette.types import ASGIApp
 
 from server.errors import InvalidRequest, MethodNotAllowed, NotFound, RequestError, error_response, internal_error
 from server.exposition import make_registry
-from server.middleware import CLIENT_GONE, QUIET_PATHS, ApiKeys, Requests
+from server.keys import ApiKeys
+from server.middleware import CLIENT_GONE, QUIET_PATHS, Requests
 from server.openapi import OPERATIONS, document
-from server.routes import chat, completions, docs, embeddings, health, messages, metrics, models, responses, tokens
+from server.ratelimit import RateLimits
+from server.routes import (
+    chat,
+    completions,
+    docs,
+    embeddings,
+    health,
+    messages,
+    metrics,
+    models,
+    responses,
+    tokens,
+    usage,
+)
 from server.service import Service
 from server.version import VERSION
 
-MODULES = (completions, chat, responses, messages, embeddings, models, tokens, health, metrics, docs)
+MODULES = (completions, chat, responses, messages, embeddings, models, tokens, health, metrics, usage, docs)
 ROUTERS = [module.router for module in MODULES]
 ROUTES = [route for router in ROUTERS for route in router.routes if isinstance(route, Route)]
 
@@ -45,8 +59,9 @@ def create_app(service: Service) -> ASGIApp:
     for method, path in OPERATIONS:
         if path not in QUIET_PATHS:
             service.metrics.expect_http(path.replace("{id}", "{id:path}") if "models" in path else path, method.upper())
-    keys = [key.get_secret_value() for key in service.settings.api_key]
-    return Requests(ApiKeys(app, keys, service.settings.protect_metrics), service.metrics, service.admission)
+    limited = RateLimits(app, service.ledger, service.admission.rejected, service.clock)
+    known = ApiKeys(limited, service.keys, service.settings.protect_metrics)
+    return Requests(known, service.metrics, service.admission)
 
 
 async def _answer_error(http: Request, failure: Exception) -> Response:

@@ -66,7 +66,11 @@ def make_service(settings: Settings, names: tuple[str, ...]) -> Service:
     """A service whose engine is not connected yet. On a running event loop."""
     client = EngineClient()
     admission = Admission(
-        settings.max_num_seqs, settings.max_queued_requests, settings.max_queued_tokens, lambda: client.queued_tokens
+        settings.max_num_seqs,
+        settings.max_queued_requests,
+        settings.max_queued_tokens,
+        lambda: client.queued_tokens,
+        lambda: client.counters.computed_tokens if client.counters is not None else 0,
     )
     service = Service(settings, client, admission, Metrics(), names)
     client.on_progress = report
@@ -135,6 +139,8 @@ class Daemon:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
+        if self._settings.api_keys_file is not None:
+            loop.add_signal_handler(signal.SIGHUP, self.service.keys.reload)
         http = asyncio.create_task(self._http.serve([self._sock]), name="http")
         self._supervisor.start()
         loading = asyncio.create_task(self._load(), name="load")

@@ -1,18 +1,13 @@
-"""Around every request, as pure ASGI: its id, its key, its line in the log, its count, the bytes of its body.
+"""Around every request, as pure ASGI: its id, its line in the log, its count, the bytes of its body.
 
-    Requests ── id, log, count, bytes ──▶ ApiKeys ── 401 ──▶ the application
-
-Routes that are answered without a key are listed; every other path needs one, whether a route exists there or not.
+Requests ── id, log, count, bytes ──▶ keys.ApiKeys ── 401 ──▶ ratelimit.RateLimits ── 429 ──▶ the application
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import logging
 import time
 import uuid
-from collections.abc import Iterable
 
 from sse_starlette.sse import SendTimeoutError
 from starlette.datastructures import Headers, MutableHeaders
@@ -20,7 +15,6 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.admission import Admission
-from server.errors import AuthenticationError, error_response
 from server.metrics import Metrics
 
 log = logging.getLogger("octavo.access")
@@ -107,32 +101,3 @@ class Requests:
             seconds * 1000,
             id,
         )
-
-
-class ApiKeys:
-    """Lets requests with a key pass, as `Authorization: Bearer KEY` or `x-api-key: KEY`. Without keys, everybody."""
-
-    def __init__(self, app: ASGIApp, keys: Iterable[str], protect_metrics: bool) -> None:
-        self._app = app
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
-        self._open = OPEN_PATHS if protect_metrics else OPEN_PATHS | {"/metrics"}
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not self._digests:
-            await self._app(scope, receive, send)
-            return
-        digest = hashlib.sha256(_sent_key(Headers(scope=scope)).encode()).digest()
-        # Every key is compared, in constant time; never `request.url`, which the Host header can bend.
-        known = sum([hmac.compare_digest(digest, expected) for expected in self._digests])
-        if not known and scope["path"] not in self._open:
-            error = AuthenticationError("The API key is missing or wrong.")
-            await error_response(error, scope["path"])(scope, receive, send)
-            return
-        if known:
-            scope.setdefault("state", {})["key_digest"] = digest
-        await self._app(scope, receive, send)
-
-
-def _sent_key(headers: Headers) -> str:
-    scheme, _, token = headers.get("authorization", "").partition(" ")
-    return token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")

@@ -13,6 +13,10 @@ from scheduler.messages import Ready
 from server.admission import Admission
 from server.engine_client import EngineClient
 from server.errors import NotFound, Unavailable
+from server.key_file import ApiKey
+from server.keys import KeyRing
+from server.lease import Lease
+from server.ledger import Ledger
 from server.metrics import Metrics
 from server.parsing.detect import AnswerFormats
 from server.prompts import PromptBuilder
@@ -47,6 +51,9 @@ class Caller:
     tenant: str
     salt: bytes
     """Requests of different salts share no cached block: other keys' prompts cannot be told from timing."""
+    lease: Lease
+    weight: float = 1.0
+    """Share of the service that the tenant has, against other tenants' weights."""
 
 
 @dataclass(slots=True)
@@ -63,7 +70,12 @@ class Service:
     draining: bool = False
     clock: Callable[[], float] = time.monotonic
     responses: ResponseStore = field(default_factory=ResponseStore)
+    ledger: Ledger = field(default_factory=Ledger)
     created: int = field(default_factory=lambda: int(time.time()))
+    keys: KeyRing = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.keys = KeyRing(self.settings)
 
     @property
     def fingerprint(self) -> str:
@@ -95,14 +107,17 @@ class Service:
 
     def caller(self, http: Request, cache_salt: str | None, user: str) -> Caller:
         """From the key that `ApiKeys` found, else from what the request says."""
-        digest = self.owner(http)
-        return Caller(digest.hex()[:16] or user, digest + (cache_salt or "").encode())
+        lease: Lease = http.scope["state"]["lease"]
+        key, salt = lease.key, (cache_salt or "").encode()
+        if key is None:
+            return Caller(user, salt, lease)
+        return Caller(key.name, key.digest + salt, lease, key.weight)
 
     @staticmethod
     def owner(http: Request) -> bytes:
         """Whose stored responses a request may see: those of its key; without keys, everybody's."""
-        digest: bytes = http.scope.get("state", {}).get("key_digest", b"")
-        return digest
+        key: ApiKey | None = http.scope["state"].get("key")
+        return b"" if key is None else key.digest
 
     def check_model(self, name: str | None) -> str:
         """The name under which to answer; no name means the only model. Raises NotFound."""

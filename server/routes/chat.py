@@ -37,8 +37,9 @@ async def create_chat_completion(http: Request) -> Response:
     arrival = service.clock()
     body, chat = await read_object(http, service, lambda value: conversation(ChatRequest, value))
     model = service.check_model(body.model)
-    generation = Generation(service, "chat", body.sequences, arrival)
-    answer = ChatAnswer(service, generation, body, chat, model, service.caller(http, body.cache_salt, body.user))
+    caller = service.caller(http, body.cache_salt, body.user)
+    generation = Generation(service, "chat", body.sequences, arrival, caller)
+    answer = ChatAnswer(service, generation, body, chat, model, caller)
     return await respond(http, answer, body.stream)
 
 

@@ -38,8 +38,9 @@ async def create_completion(http: Request) -> Response:
     arrival = service.clock()
     body = await read_object(http, service, lambda value: validate(CompletionRequest, value))
     model = service.check_model(body.model)
-    generation = Generation(service, "completions", len(body.prompt) * body.sequences, arrival)
-    answer = CompletionAnswer(service, generation, body, model, service.caller(http, body.cache_salt, body.user))
+    caller = service.caller(http, body.cache_salt, body.user)
+    generation = Generation(service, "completions", len(body.prompt) * body.sequences, arrival, caller)
+    answer = CompletionAnswer(service, generation, body, model, caller)
     return await respond(http, answer, body.stream)
 
 

@@ -37,9 +37,10 @@ async def create_embeddings(http: Request) -> Response:
     model = service.check_model(body.model)
     pooling = _pooling(body, service.require().ready.embedding)
     # A request may have more inputs than there are slots; it takes them in turn.
-    width = min(len(body.input), service.admission.max_running)
-    generation = Generation(service, "embeddings", width, arrival)
     caller = service.caller(http, body.cache_salt, body.user)
+    most = service.admission.max_running
+    width = min(len(body.input), most, caller.lease.max_sequences or most)
+    generation = Generation(service, "embeddings", width, arrival, caller)
     return await respond(http, EmbeddingAnswer(service, generation, body, pooling, model, caller, width), False)
 
 

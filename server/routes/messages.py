@@ -37,8 +37,8 @@ async def create_message(http: Request) -> Response:
     arrival = service.clock()
     body, chat_body, chat = await read_object(http, service, lambda value: _read(MessagesRequest, value))
     model = service.check_model(body.model)
-    generation = Generation(service, "messages", 1, arrival)
     caller = service.caller(http, body.cache_salt, body.metadata.user_id)
+    generation = Generation(service, "messages", 1, arrival, caller)
     answer = MessageAnswer(generation, body, chat_body, chat, model, caller)
     return await respond(http, answer, body.stream, answer.failed)
 

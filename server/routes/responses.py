@@ -50,8 +50,8 @@ async def create_response(http: Request) -> Response:
     body, value = await read_object(http, service, lambda value: (validate(ResponseRequest, value), value))
     model = service.check_model(body.model)
     items, chat_body, chat = await _chat(body, value, _stored(service, body, service.owner(http)))
-    generation = Generation(service, "responses", 1, arrival)
     caller = service.caller(http, body.cache_salt, body.user)
+    generation = Generation(service, "responses", 1, arrival, caller)
     answer = ResponseAnswer(service, generation, body, items, chat_body, chat, model, caller, service.owner(http))
     return await respond(http, answer, body.stream, answer.failed)
 
