@@ -11,6 +11,7 @@ from starlette.requests import Request
 from model.tokenizer import Tokenizer
 from scheduler.messages import Ready
 from server.admission import Admission
+from server.connections import Connections
 from server.engine_client import EngineClient
 from server.errors import NotFound, Unavailable
 from server.metrics import Metrics
@@ -64,6 +65,10 @@ class Service:
     clock: Callable[[], float] = time.monotonic
     responses: ResponseStore = field(default_factory=ResponseStore)
     created: int = field(default_factory=lambda: int(time.time()))
+    connections: Connections = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.connections = Connections(self.settings.max_connections, self.settings.send_timeout)
 
     @property
     def fingerprint(self) -> str:
