@@ -39,6 +39,8 @@ SMALL_BYTES, MAX_SMALL = 64, 2**14
 """Pieces of a body smaller than that, and how many of them a request may have: each costs as much as kilobytes do."""
 SEND_BYTES = 2**16
 NOT_SENT = getattr(socket, "TCP_NOTSENT_LOWAT", None)
+LINGER_SECONDS = 0.5
+"""At the end of a drain, for the rest of an answer to be read."""
 RESET_SECONDS = 0.25
 """Between two looks at whether a client that sends no more has reset the connection."""
 LOG_SECONDS = 10.0
@@ -167,6 +169,15 @@ class Connection(H11Protocol):
     def drop(self) -> None:
         """Hang up, without what was not sent yet."""
         self.transport.abort()
+
+    def shutdown(self) -> None:
+        """The drain is over: nobody waits for who has not said what it wants, nor for long for who does not read."""
+        if self.cycle is not None and self.cycle.more_body and not self.cycle.response_complete:
+            self.drop()
+        else:
+            super().shutdown()
+        if self.flow.write_paused:
+            self.loop.call_later(LINGER_SECONDS, self.drop)
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
         """True keeps the connection, to answer a request that is complete. HTTP/1.0 knows no answer before the answer
