@@ -47,8 +47,9 @@ def test_what_waits_is_served_too(monkeypatch: pytest.MonkeyPatch) -> None:
         assert process.wait() == 0
 
 
-def test_who_asks_for_nothing_and_who_does_not_read_are_not_waited_for() -> None:
+def test_who_asks_for_nothing_and_who_does_not_read_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Idle ones, half a head, half a body, a stream that is not read: each is closed, without a fault in the log."""
+    monkeypatch.setattr(test_daemon, "LAUNCHER", test_daemon.LAUNCHER.replace('"0.02"', '"0.002"'))
     with daemon("--drain-timeout", "0.4") as process, contextlib.ExitStack() as stack:
         content = json.dumps(
             {"prompt": "x", "max_tokens": 900, "ignore_eos": True, "stream": True, "logprobs": 5}
