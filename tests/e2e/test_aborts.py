@@ -17,13 +17,13 @@ MIB = 1 << 20
 GROWTH = 48 * MIB
 """Of both processes, from behind the first 150 to the end: allocators keep what the largest step took."""
 FILES = 4
-WORDS = "the old mill by the river stood quiet in the spring rain while people walked past it".split()
+TEXT = "the old mill by the river stood quiet in the spring rain while people walked past it"
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"], "additionalProperties": False}
 
 
 def request(rng: random.Random) -> tuple[str, dict[str, Any]]:
     """Any kind there is, of any length; some share their beginning."""
-    text = " ".join(WORDS) * rng.choice([0, 0, 2]) + " ".join(rng.choices(WORDS, k=rng.choice([3, 20, 200])))
+    text = TEXT * rng.choice([0, 0, 2]) + " ".join(rng.choices(TEXT.split(), k=rng.choice([3, 20, 200])))
     body: dict[str, Any] = {"max_tokens": rng.choice([1, 60, 400]), "stream": rng.random() < 0.6}
     body |= rng.choice([{}, {"n": 3}, {"ignore_eos": True}, {"logprobs": True}, {"temperature": 0}])
     if body.get("logprobs"):
