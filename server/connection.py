@@ -232,7 +232,9 @@ class Connection(H11Protocol):
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers, wrong = scope["headers"], ""
-        if len(headers) > MAX_HEADERS:
+        if scope["http_version"] not in ("1.0", "1.1"):
+            wrong = "version: HTTP/1.0 or HTTP/1.1 is understood"
+        elif len(headers) > MAX_HEADERS:
             wrong = f"headers: more than {MAX_HEADERS}"
         elif {b"content-length", b"transfer-encoding"} <= {name for name, _ in headers}:
             # A proxy in front may have gone by the other one: where this request ends is a matter of opinion.

@@ -178,8 +178,11 @@ SMUGGLED = b"GET /version HTTP/1.1\r\nHost: smuggled\r\n\r\n"
         b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n",
     ],
 )
-def test_where_a_request_ends_is_no_matter_of_opinion(server: Running, head: bytes) -> None:
+def test_where_a_request_ends_is_no_matter_of_opinion(
+    server: Running, monkeypatch: pytest.MonkeyPatch, head: bytes
+) -> None:
     """One refusal, and the end: what follows is never taken for a request."""
+    monkeypatch.setattr("server.connection.HEAD_SECONDS", 0.3)
     with socket.create_connection(("127.0.0.1", server.port), timeout=5) as sock:
         sock.sendall(f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\n".encode() + head + b"\r\n0\r\n\r\n" + SMUGGLED)
         answer = rest(sock)

@@ -6,7 +6,7 @@ import contextlib
 import json
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -209,11 +209,9 @@ def test_a_slow_but_steady_reader_gets_a_large_answer(smol: Tokenizer) -> None:
 # ---- who holds connections ----
 
 
-def answered(server: Running, *, wait: Callable[[], bool] | None = None) -> bytes:
+def answered(server: Running) -> bytes:
     """What a new connection gets for a probe."""
     with connected(server) as sock:
-        if wait is not None:
-            server.wait(wait)
         with contextlib.suppress(ConnectionError):
             sock.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
         return rest(sock)
