@@ -227,13 +227,10 @@ TARGETS = [
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_strange_targets_need_the_key_as_well(keyed: Running, target: str) -> None:
-    with socket.create_connection(("127.0.0.1", keyed.port), timeout=5) as sock:
-        for host in ("x", "x/health?", "x:8000/health#", "x\\@y"):
-            sock.sendall(f"GET {target} HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
-            answer = sock.recv(4096)
-            assert answer.startswith((b"HTTP/1.1 401 ", b"HTTP/1.1 400 ")), answer
-            if answer.startswith(b"HTTP/1.1 400 "):
-                break
+    for host in ("x", "x/health?", "x:8000/health#", "x\\@y"):
+        with socket.create_connection(("127.0.0.1", keyed.port), timeout=5) as sock:
+            sock.sendall(f"GET {target} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+            assert rest(sock).startswith((b"HTTP/1.1 401 ", b"HTTP/1.1 400 "))
 
 
 @pytest.fixture(scope="module")
