@@ -209,7 +209,7 @@ def read_whole(data: bytes) -> Read:
     try:
         answer = orjson.loads(data)
         return Read((answer.get("choices") or [{}])[0].get("text") or "", answer["usage"].get("completion_tokens", 0))
-    except (orjson.JSONDecodeError, KeyError, TypeError):
+    except (orjson.JSONDecodeError, AttributeError, KeyError, TypeError):
         return Read(fault="no JSON of an answer")
 
 
