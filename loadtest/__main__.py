@@ -44,6 +44,10 @@ def main(argv: Sequence[str]) -> int:
         from loadtest.growth import main as growth
 
         return growth(argv[1:])
+    if argv[:1] == ["soak"]:
+        from loadtest.soak import main as soak
+
+        return soak(argv[1:])
     if argv[:1] == ["perplexity"]:
         from loadtest.perplexity import main as perplexity
 

@@ -207,11 +207,9 @@ class Engine:
         outcome = isolation.collect(self._executor, flight.batch, flight.pending)
         seconds = self._clock() - flight.launched
         counters = self._counters
-        counters.steps += 1
         rows = flight.batch.rows
-        counters.step_seconds = seconds
+        counters.step(rows, outcome, seconds)
         counters.step_tokens = flight.work.rows + flight.work.prefill
-        counters.step_rows = len(rows)
         failures = outcome.failures
         if failures:
             self._failed_steps = self._failed_steps + 1 if len(failures) == len(rows) else 0
@@ -285,6 +283,7 @@ class Engine:
         request.pooled = pooled
         if sequence.num_computed == request.prompt_len:
             if (vector := request.vector()) is None:
+                self._counters.failed_logits += 1
                 self._fail(sequence, "the model's hidden states for this request are not finite")
                 return
             self._report.vector(request.id, vector)

@@ -139,6 +139,14 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of those drafts."""
     accepted_tokens: int
     """Of those, the ones that were drawn."""
+    failed_raised: int = 0
+    """Rows that failed: their step raised; these four count sequences that ended so."""
+    failed_memory: int = 0
+    """Their step ran out of memory."""
+    failed_logits: int = 0
+    """Their logits or hidden states were not finite."""
+    failed_grammar: int = 0
+    """They met a token that their grammar does not allow, or its matcher failed."""
     steps: int
     step_seconds: float
     """Of the last step."""

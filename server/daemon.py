@@ -17,6 +17,8 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import uvicorn
 
@@ -47,6 +49,9 @@ log = logging.getLogger("octavo")
 HEADER_BYTES = 64 * 1024
 KEEP_ALIVE_SECONDS = 75
 """Longer than load balancers keep an idle connection, so that none of them writes to one that was just closed."""
+BACKLOG, AT_ONCE = 2048, 64
+"""Connections that wait to be accepted, and those accepted in one go. asyncio has one number for both: out of files, it
+would log an error for each of 2,048."""
 CLOSE_SECONDS = 1
 """For connections to end once their responses are complete."""
 GONE_SECONDS = 1.0
@@ -56,6 +61,11 @@ OK, FAILED = 0, 1
 
 class _Uvicorn(uvicorn.Server):
     """Without signal handlers of its own."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for sock in sockets or ():
+            sock.listen(BACKLOG)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -81,9 +91,11 @@ def make_service(settings: Settings, names: tuple[str, ...]) -> Service:
 
 def make_http(service: Service) -> uvicorn.Server:
     """The HTTP server of a service."""
+    http: Any = partial(Connection, service.connections)
     config = uvicorn.Config(
         create_app(service),
-        http=Connection,
+        http=http,
+        backlog=AT_ONCE,
         ws="none",
         lifespan="off",
         log_config=None,

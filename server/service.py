@@ -11,6 +11,7 @@ from starlette.requests import Request
 from model.tokenizer import Tokenizer
 from scheduler.messages import Ready
 from server.admission import Admission
+from server.connections import Connections
 from server.engine_client import EngineClient
 from server.errors import NotFound, Unavailable
 from server.key_file import ApiKey
@@ -73,9 +74,11 @@ class Service:
     ledger: Ledger = field(default_factory=Ledger)
     created: int = field(default_factory=lambda: int(time.time()))
     keys: KeyRing = field(init=False)
+    connections: Connections = field(init=False)
 
     def __post_init__(self) -> None:
         self.keys = KeyRing(self.settings)
+        self.connections = Connections(self.settings.max_connections, self.settings.send_timeout)
 
     @property
     def fingerprint(self) -> str:

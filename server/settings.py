@@ -182,6 +182,17 @@ class Settings(BaseSettings):
     )
     strict_fields: bool = flag(False, "Server", "refuse unknown fields of a request with 400 instead of ignoring them")
     protect_metrics: bool = flag(False, "Server", "ask for the key on /metrics too")
+    max_connections: int = flag(
+        4096,
+        "Server",
+        "open connections; at the limit the one that has asked for nothing for longest is closed",
+        "N",
+        ge=1,
+        le=65536,
+    )
+    send_timeout: float = flag(
+        60, "Server", "seconds that a client may read nothing of what waits for it", "SECONDS", gt=0, le=86400
+    )
     drain_timeout: float = flag(
         30, "Server", "seconds that running requests get to finish after SIGTERM", "SECONDS", ge=0, le=86400
     )

@@ -15,7 +15,7 @@ from contextlib import aclosing
 from typing import Any
 
 import orjson
-from sse_starlette.sse import AppStatus, EventSourceResponse, SendTimeoutError
+from sse_starlette.sse import AppStatus, EventSourceResponse
 from starlette.types import Receive, Scope, Send
 
 from server.connection import OUTLET, Outlet
@@ -27,8 +27,6 @@ QUIET_SECONDS = 10.0
 """A comment goes out where nothing was written for so long: silence never lasts 15 s."""
 TEXT = "\0text"
 """Stands for a text that is not known yet."""
-SEND_SECONDS = 60.0
-"""A client that reads nothing for so long is gone."""
 
 # This server drains by itself (`daemon`); sse-starlette would cut every stream at SIGTERM.
 AppStatus.disable_automatic_graceful_drain()  # type: ignore[no-untyped-call]
@@ -87,7 +85,7 @@ class EventStream(EventSourceResponse):
     def __init__(self, frames: AsyncGenerator[bytes, None], close: Callable[[], None]) -> None:
         """`frames` yields whole frames, any number at a time; each is one write. `close` is called when the response is
         over, even where it never began."""
-        super().__init__(frames, headers={"Cache-Control": "no-cache"}, sep="\n", send_timeout=SEND_SECONDS)
+        super().__init__(frames, headers={"Cache-Control": "no-cache"}, sep="\n")
         self._frames = frames
         self._close = close
         self._clock = asyncio.get_running_loop().time
@@ -108,21 +106,13 @@ class EventStream(EventSourceResponse):
             async for data in frames:
                 self._written = clock()
                 if outlet is None:
-                    await self._send_with_timeout(send, {"type": "http.response.body", "body": data, "more_body": True})
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
                 elif not outlet.write(data):
-                    await self._room(outlet)
+                    # What comes meanwhile is merged in its RequestStream; its Connection knows how long is too long.
+                    await outlet.drain()
         async with self._send_lock:
             self.active = False
             await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def _room(self, outlet: Outlet) -> None:
-        """Wait for a slow client; what comes meanwhile is merged in its RequestStream. Raises SendTimeoutError."""
-        try:
-            async with asyncio.timeout(SEND_SECONDS):
-                await outlet.drain()
-        except TimeoutError:
-            outlet.abort()
-            raise SendTimeoutError from None
 
     async def _ping(self, send: Send) -> None:
         """Comments where it is quiet: one timer per quiet period, however many events there are."""
@@ -135,10 +125,9 @@ class EventStream(EventSourceResponse):
             if self._outlet is None:
                 async with self._send_lock:
                     if self.active:
-                        message = {"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True}
-                        await self._send_with_timeout(send, message)
-            elif not self._outlet.write(KEEP_ALIVE):
-                await self._room(self._outlet)
+                        await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
+            elif self._outlet.room:
+                self._outlet.write(KEEP_ALIVE)
 
     @staticmethod
     async def _listen_for_exit_signal() -> None:
