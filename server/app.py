@@ -31,6 +31,8 @@ def create_app(service: Service) -> ASGIApp:
         openapi_url="/openapi.json",
         docs_url=None,
         redoc_url=None,
+        # Spans are ours (`server.tracing`); FastAPI's would hold the texts of exceptions.
+        telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
     app.state.service = service
     app.state.registry = make_registry(service)
@@ -46,7 +48,13 @@ def create_app(service: Service) -> ASGIApp:
         if path not in QUIET_PATHS:
             service.metrics.expect_http(path.replace("{id}", "{id:path}") if "models" in path else path, method.upper())
     keys = [key.get_secret_value() for key in service.settings.api_key]
-    return Requests(ApiKeys(app, keys, service.settings.protect_metrics), service.metrics, service.admission)
+    return Requests(
+        ApiKeys(app, keys, service.settings.protect_metrics),
+        service.metrics,
+        service.admission,
+        service.tracer,
+        service.settings.log_requests,
+    )
 
 
 async def _answer_error(http: Request, failure: Exception) -> Response:

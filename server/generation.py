@@ -19,6 +19,7 @@ from scheduler.messages import Submit
 from server.echo import Echo
 from server.errors import DeadlineExceeded
 from server.protocol.sampling import GenerationRequest
+from server.record import RECORD
 from server.service import Service
 from server.streams import RequestStream, SequenceResult, StreamOptions, TextEvent
 
@@ -70,6 +71,7 @@ class Generation:
         self._collected = 0
         """Streams whose answers `collect` has given."""
         self._timers: list[asyncio.TimerHandle] = []
+        self._record = RECORD.get()
         self._closed = False
 
     def submit(self, jobs: Sequence[Job], options: StreamOptions) -> None:
@@ -173,6 +175,8 @@ class Generation:
         for stream, reasons in zip(self.streams, self._reasons, strict=True):
             stream.cancel()
             self._service.metrics.end(stream, self._endpoint, _outcome(stream, reasons))
+        if self._record is not None:
+            self._record.generated(self._endpoint, self.streams, self._reasons)
         self._service.admission.release(self._sequences)
 
     def _watch(self, stream: RequestStream, first: bool) -> None:
