@@ -20,9 +20,7 @@ SURROGATE = re.compile("[\ud800-\udfff]")
 NASTY = st.sampled_from(
     ["\r", "\n", "\r\n", "\n\n", "\0", "\u2028", "\u2029", "\x85", "data: ", ": ", "\ufeff", "\ud83d"]
 )
-TEXTS = st.lists(NASTY | st.text(st.characters(exclude_categories=[]), max_size=6), max_size=6).map(
-    "".join
-)
+TEXTS = st.lists(NASTY | st.text(st.characters(exclude_categories=[]), max_size=6), max_size=6).map("".join)
 
 
 def read(stream: bytes) -> list[tuple[str, str]]:
