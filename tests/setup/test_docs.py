@@ -19,7 +19,7 @@ from server.settings import Settings, load_settings
 
 DOCUMENTS = (
     *("README.md", "docs/api.md", "docs/design.md", "docs/operations.md", "docs/performance.md"),
-    "docs/tools.md",
+    *("docs/security.md", "docs/tools.md"),
 )
 
 
