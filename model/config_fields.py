@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -37,7 +38,7 @@ def _read(path: Path, limit: int) -> object:
         if path.exists() and not path.is_file():  # opening a pipe would wait for its other end
             raise ModelError(f"{path} cannot be read: it is no file")
         with path.open("rb") as file:
-            data = file.read(limit + 1)
+            data = file.read(min(limit, os.fstat(file.fileno()).st_size) + 1)
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror}") from None
     if len(data) > limit:

@@ -148,7 +148,7 @@ LIES: list[tuple[bytes, str]] = [
     (head(tensors=2) + info() * 2 + bytes(64), "twice"),
     (head(tensors=2) + info("a") + info("b") + bytes(96), "a and b overlap"),
     (head(tensors=2) + info("a", (16,)) + info("b", offset=32) + bytes(192), "a and b overlap"),
-    (head(tensors=2) + info("a") + info("x\ny", offset=32), "x\\ny ends"),
+    (head(tensors=2) + info("a") + info("x\ny", offset=2**20) + bytes(64), "x\\ny ends"),
     (head(tensors=1) + info(name="n" * 300) + bytes(64), "bytes in a tensor's name"),
 ]
 
