@@ -47,20 +47,20 @@ def _read(path: Path, limit: int) -> object:
         value: object = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is no JSON: {error}") from None
-    if _depth(value) > MAX_DEPTH:
+    if depth(value) > MAX_DEPTH:
         raise ModelError(f"{path} is nested more than {MAX_DEPTH} levels deep")
     return value
 
 
-def _depth(value: object) -> int:
-    """Levels of arrays and objects, counted no further than just past MAX_DEPTH."""
-    depth: int = -1
+def depth(value: object) -> int:
+    """Levels of arrays and objects in a JSON value, counted no further than just past MAX_DEPTH."""
+    levels = -1
     level: list[Any] = [[value]]
-    while level and depth <= MAX_DEPTH:
-        depth += 1
+    while level and levels <= MAX_DEPTH:
+        levels += 1
         inner = (child for entry in level for child in (entry.values() if isinstance(entry, dict) else entry))
         level = [child for child in inner if isinstance(child, dict | list)]
-    return depth
+    return levels
 
 
 class Fields:

@@ -54,7 +54,8 @@ class Tracer:
             own["service.name"] = "octavo"
         # Never the global provider: other libraries would add spans, with texts of failures in them.
         self._provider = TracerProvider(resource=Resource.create(own), shutdown_on_exit=False)
-        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
+        self._exporter = OTLPSpanExporter(endpoint=endpoint)
+        self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
         self._tracer = self._provider.get_tracer("octavo", VERSION)
         self._kind, self._failed = SpanKind.SERVER, Status(StatusCode.ERROR)
         self._extract = TraceContextTextMapPropagator().extract
@@ -82,6 +83,8 @@ class Tracer:
         last = threading.Thread(target=self._provider.shutdown, daemon=True)
         last.start()
         last.join(CLOSE_SECONDS)
+        if last.is_alive():
+            self._exporter.shutdown()  # ends its retries
 
 
 def attributes(record: Record) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from server.errors import EngineError
 from server.sse import DONE, TEXT, Frames, error_frames, typed
 from tests.fuzzing import fuzz
-from tests.server.running import CHAT, COMPLETIONS, Running
+from tests.server.running import CHAT, COMPLETIONS, MODEL, Running
 
 SURROGATE = re.compile("[\ud800-\udfff]")
 NASTY = st.sampled_from(
@@ -95,11 +95,11 @@ def test_errors(message: str, param: str | None) -> None:
 @given(reply=st.lists(st.integers(0, 49_151), min_size=1, max_size=12))
 def test_any_tokens_over_a_socket(path: str, reply: list[int], shared: Running) -> None:
     """Any tokens, parts of characters among them: the stream's text is the whole answer's."""
-    body: dict[str, Any] = {"max_tokens": len(reply), "ignore_eos": True}
+    body: dict[str, Any] = {"model": MODEL, "max_tokens": len(reply), "ignore_eos": True}
     if path == COMPLETIONS:
         body["prompt"] = "x"
     elif path == "/v1/responses":
-        body = {"input": "x", "max_output_tokens": max(16, len(reply)), "ignore_eos": True}
+        body = {"model": MODEL, "input": "x", "max_output_tokens": max(16, len(reply)), "ignore_eos": True}
     else:
         body["messages"] = [{"role": "user", "content": "x"}]
     shared.engine.reply, shared.engine.interval = reply, 0.0005
@@ -107,6 +107,7 @@ def test_any_tokens_over_a_socket(path: str, reply: list[int], shared: Running) 
     assert answer.status_code == 200, answer.text
     stream = shared.post(path, {**body, "stream": True})
     assert stream.status_code == 200, stream.text
+    shared.engine.received.clear()  # hypothesis shows what an example is given
     assert streamed(read(stream.content)) == answered(answer.json())
 
 
