@@ -29,7 +29,6 @@ from model.precision import Precision
 from model.rope import RopeTable, rotate
 from model.weights import WeightStore
 
-
 LOADERS = 2
 """Layers that are read at once: dequantising in numpy keeps one core busy, and memory holds each in several forms."""
 

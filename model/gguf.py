@@ -13,6 +13,7 @@ import mmap
 import os
 import struct
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,11 @@ class GGUFTensor:
     @property
     def row_bytes(self) -> int:
         return self.row_elements // self.format.elements * self.format.bytes
+
+    @property
+    def end(self) -> int:
+        """One past its last byte in the file."""
+        return self.start + self.num_rows * self.row_bytes
 
 
 class _Cursor:
@@ -185,11 +191,14 @@ class GGUFFile:
         data_start = -(-cursor.at // alignment) * alignment
         for name, shape, format_, offset in infos:
             tensor = GGUFTensor(name, shape, format_, data_start + offset)
-            if tensor.start + tensor.num_rows * tensor.row_bytes > len(self._data):
+            if tensor.end > len(self._data):
                 raise ModelError(f"the tensor {name} ends behind the end of the file; is the download complete?")
             if name in self.tensors:
                 raise ModelError(f"the tensor {name} is there twice")
             self.tensors[name] = tensor
+        for before, after in pairwise(sorted(self.tensors.values(), key=lambda tensor: tensor.start)):
+            if before.end > after.start:
+                raise ModelError(f"the tensors {before.name} and {after.name} overlap")
 
     @staticmethod
     def _tensor_info(cursor: _Cursor, alignment: int) -> tuple[str, tuple[int, ...], BlockFormat, int]:

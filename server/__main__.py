@@ -61,6 +61,8 @@ def _serve(flags: dict[str, object]) -> int:
     from server.start import StartError, serve, warn  # a bad flag is refused without all that this brings in
 
     start_logging(settings.log_level, settings.log_format)
+    if settings.log_requests:
+        warn("--log-requests: the log will hold what clients send, their prompts included")
     for name in unknown_variables(os.environ):
         warn(f"the variable {name} is no setting of this server and does nothing")
     try:

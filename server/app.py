@@ -45,6 +45,8 @@ def create_app(service: Service) -> ASGIApp:
         openapi_url="/openapi.json",
         docs_url=None,
         redoc_url=None,
+        # Spans are ours (`server.tracing`); FastAPI's would hold the texts of exceptions.
+        telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
     app.state.service = service
     app.state.registry = make_registry(service)
@@ -61,7 +63,7 @@ def create_app(service: Service) -> ASGIApp:
             service.metrics.expect_http(path.replace("{id}", "{id:path}") if "models" in path else path, method.upper())
     limited = RateLimits(app, service.ledger, service.admission.rejected, service.clock)
     known = ApiKeys(limited, service.keys, service.settings.protect_metrics)
-    return Requests(known, service.metrics, service.admission)
+    return Requests(known, service.metrics, service.admission, service.tracer, service.settings.log_requests)
 
 
 async def _answer_error(http: Request, failure: Exception) -> Response:

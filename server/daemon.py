@@ -43,6 +43,7 @@ from server.settings import Settings
 from server.start import StartError, report
 from server.structured.compiler import Structures
 from server.supervisor import Supervisor
+from server.tracing import Tracer
 
 log = logging.getLogger("octavo")
 
@@ -73,7 +74,7 @@ class _Uvicorn(uvicorn.Server):
 
 
 def make_service(settings: Settings, names: tuple[str, ...]) -> Service:
-    """A service whose engine is not connected yet. On a running event loop."""
+    """A service whose engine is not connected yet. On a running event loop. Raises StartError."""
     client = EngineClient()
     admission = Admission(
         settings.max_num_seqs,
@@ -83,6 +84,8 @@ def make_service(settings: Settings, names: tuple[str, ...]) -> Service:
         lambda: client.counters.computed_tokens if client.counters is not None else 0,
     )
     service = Service(settings, client, admission, Metrics(), names)
+    if settings.otlp_traces_endpoint is not None:
+        service.tracer = Tracer(settings.otlp_traces_endpoint)
     client.on_progress = report
     client.on_step = service.metrics.step
     client.on_gap = service.metrics.inter_token.observe

@@ -20,6 +20,7 @@ from server.echo import Echo
 from server.errors import DeadlineExceeded
 from server.lease import ASSUMED_TOKENS
 from server.protocol.sampling import GenerationRequest
+from server.record import RECORD
 from server.service import Caller, Service
 from server.streams import RequestStream, SequenceResult, StreamOptions, TextEvent
 
@@ -73,6 +74,7 @@ class Generation:
         self._collected = 0
         """Streams whose answers `collect` has given."""
         self._timers: list[asyncio.TimerHandle] = []
+        self._record = RECORD.get()
         self._closed = False
 
     def submit(self, jobs: Sequence[Job], options: StreamOptions) -> None:
@@ -190,6 +192,8 @@ class Generation:
                 sum(usage.completion_tokens for usage in started),
                 aborted="abort" in outcomes,
             )
+        if self._record is not None:
+            self._record.generated(self._endpoint, self.streams, self._reasons)
         self._service.admission.release(self._sequences)
 
     def _watch(self, stream: RequestStream, first: bool) -> None:

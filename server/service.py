@@ -21,10 +21,12 @@ from server.ledger import Ledger
 from server.metrics import Metrics
 from server.parsing.detect import AnswerFormats
 from server.prompts import PromptBuilder
+from server.record import RECORD
 from server.sampling import Sampling
 from server.settings import Settings
 from server.store import ResponseStore
 from server.structured.compiler import Structures
+from server.tracing import Tracer
 from server.version import VERSION
 
 
@@ -72,6 +74,7 @@ class Service:
     clock: Callable[[], float] = time.monotonic
     responses: ResponseStore = field(default_factory=ResponseStore)
     ledger: Ledger = field(default_factory=Ledger)
+    tracer: Tracer | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     keys: KeyRing = field(init=False)
     connections: Connections = field(init=False)
@@ -124,10 +127,11 @@ class Service:
 
     def check_model(self, name: str | None) -> str:
         """The name under which to answer; no name means the only model. Raises NotFound."""
-        if name is None:
-            return self.names[0]
+        name = self.names[0] if name is None else name
         if name not in self.names:
             raise NotFound(f"The model {name[:256]!a} does not exist.", param="model", code="model_not_found")
+        if (record := RECORD.get()) is not None:
+            record.model = name
         return name
 
 

@@ -201,6 +201,12 @@ class Settings(BaseSettings):
     )
     log_level: Literal["debug", "info", "warning", "error"] = flag("info", "Server", "least severe line that is logged")
     log_format: Literal["text", "json"] = flag("text", "Server", "one line of text, or one JSON object a line")
+    log_requests: bool = flag(
+        False, "Server", "log the first 4 KiB of every request body, prompts included; by default no prompt is logged"
+    )
+    otlp_traces_endpoint: Annotated[str, StringConstraints(pattern=r"^https?://")] | None = flag(
+        None, "Server", "URL that OpenTelemetry spans are sent to, e.g. http://127.0.0.1:4318/v1/traces", "URL"
+    )
 
     @field_validator("api_key")
     @classmethod

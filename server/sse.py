@@ -10,6 +10,8 @@ protocol has typed events.
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from typing import Any
@@ -27,14 +29,24 @@ QUIET_SECONDS = 10.0
 """A comment goes out where nothing was written for so long: silence never lasts 15 s."""
 TEXT = "\0text"
 """Stands for a text that is not known yet."""
+SURROGATE = re.compile("[\ud800-\udfff]")
 
 # This server drains by itself (`daemon`); sse-starlette would cut every stream at SIGTERM.
 AppStatus.disable_automatic_graceful_drain()  # type: ignore[no-untyped-call]
 
 
+def dumps(value: Any) -> bytes:
+    """JSON; half a surrogate pair, which is no character, becomes U+FFFD."""
+    try:
+        return orjson.dumps(value)
+    except TypeError:
+        text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+        return SURROGATE.sub("\ufffd", text).encode()
+
+
 def typed(event: Mapping[str, Any]) -> bytes:
     """An event that says its type twice, as the clients of /v1/responses and /v1/messages read it."""
-    return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), orjson.dumps(event))
+    return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), dumps(event))
 
 
 class Frames:
@@ -63,7 +75,7 @@ class Frames:
         if around is None:
             before, _, behind = self.chunk(orjson.dumps(self._shape(index))).rpartition(orjson.dumps(TEXT))
             around = self._around[index] = before, behind
-        return b"%b%b%b" % (around[0], orjson.dumps(text), around[1])
+        return b"%b%b%b" % (around[0], dumps(text), around[1])
 
     def beside(self, choice: bytes, fields: dict[str, Any]) -> bytes:
         """The same with usage and the like beside it; no choice makes the last chunk of `include_usage`."""
@@ -72,7 +84,7 @@ class Frames:
 
 def error_frames(error: RequestError) -> bytes:
     """How a stream that has begun ends when it fails."""
-    return b"data: " + orjson.dumps(error.body()) + b"\n\n" + DONE
+    return b"data: " + dumps(error.body()) + b"\n\n" + DONE
 
 
 class EventStream(EventSourceResponse):

@@ -20,7 +20,7 @@ from server.settings import Settings, load_settings
 
 DOCUMENTS = (
     *("README.md", "docs/api.md", "docs/design.md", "docs/operations.md", "docs/performance.md"),
-    "docs/tools.md",
+    *("docs/security.md", "docs/tools.md"),
 )
 
 
@@ -69,7 +69,7 @@ def test_bodies_of_curl_examples_are_json(root: Path) -> None:
 
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_commands_are_understood(root: Path, name: str) -> None:
-    """The flags of every `octavo serve`, `plan` and `bench` of the documents, `make serve` and `make bench` included."""
+    """The flags of every `octavo serve`, `plan` and `bench` of the documents, and of `make serve` and `make bench`."""
     blocks = re.findall(r"```sh\n(.*?)```", (root / name).read_text(), re.DOTALL)
     text = "\n".join(blocks).replace("\\\n", " ")
     commands = re.findall(r'^(?:make |\S*octavo )(serve|plan|bench)(?: ARGS="(.*?)"| ([^#\n]*)|$)', text, re.MULTILINE)
