@@ -146,7 +146,7 @@ def _plan(state: SchedulerState, budget: Budget, now: float, resting: frozenset[
     purse = budget.purse(len(counts), context, len(prompts) + min(len(state.waiting), seats))
     if purse.tokens > 0:
         if state.waiting and state.tenants.contended:
-            step.claimed, victim = Shares(pool, state.limits, state.running, state.waiting, state.lengths).claim()
+            step.claimed, victim = _shares(state).claim(state.closed)
             if step.claimed is not None:
                 step.scarce = len(state.running) >= state.limits.max_num_seqs - 1
             if victim is not None:
@@ -207,8 +207,12 @@ def _victim(state: SchedulerState) -> Sequence:
     bound = state.limits.max_preemptions
     running = state.running
     if state.tenants.contended:
-        running = Shares(state.pool, state.limits, running, state.waiting, state.lengths).debtors() or running
+        running = _shares(state).debtors() or running
     return max(running, key=lambda s: (s.preemptions < bound, s.rank))
+
+
+def _shares(state: SchedulerState) -> Shares:
+    return Shares(state.pool, state.limits, state.running, state.waiting, state.lengths)
 
 
 # ---- admission ----
@@ -301,7 +305,7 @@ def _comes(sequence: Sequence, coming: list[tuple[Sequence, int]], size: int) ->
 
 def _share_out(tenants: Tenants, prompts: list[_Prompt], purse: Purse, claimed: Sequence | None) -> None:
     """Set `count` of each prompt, and bring them into the order in which they are served: tenant by tenant, those that
-    had least first, after equal service those that want least. What is claimed must begin, or its seat is lost."""
+    had least first, after equal service those that want least. What is claimed begins at least: its place was made."""
     if not tenants.contended:
         _share(prompts, purse, purse.min_chunk)
         return
@@ -309,17 +313,20 @@ def _share_out(tenants: Tenants, prompts: list[_Prompt], purse: Purse, claimed: 
     for prompt in prompts:
         groups.setdefault(prompt.sequence.request.tenant, []).append(prompt)
 
-    def turn(group: list[_Prompt]) -> tuple[bool, int, float, int]:
-        return (
-            all(prompt.sequence is not claimed for prompt in group),
-            min(prompt.sequence.rank[0] for prompt in group),
-            tenants.service(group[0].sequence.request.tenant),
-            sum(prompt.pending for prompt in group),
-        )
+    def turn(group: list[_Prompt]) -> tuple[int, float, int]:
+        priority = min(prompt.sequence.rank[0] for prompt in group)
+        service = tenants.service(group[0].sequence.request.tenant)
+        return priority, service, sum(prompt.pending for prompt in group)
 
+    ordered = sorted(groups.values(), key=turn)
     least = purse.min_chunk
-    prompts.clear()
-    for group in sorted(groups.values(), key=turn):
+    begins = [prompt for group in ordered[1:] for prompt in group if prompt.sequence is claimed]
+    for prompt in begins:
+        next(group for group in ordered if prompt in group).remove(prompt)
+        prompt.count = min(prompt.pending, least)
+        purse.spend(prompt.start, prompt.count)
+    prompts[:] = begins
+    for group in filter(None, ordered):
         _share(group, purse, least)
         prompts += group
         least = 0

@@ -62,31 +62,38 @@ class Shares:
             held.blocks += blocks
             held.expected += blocks + self._growth(sequence)
 
-    def claim(self) -> tuple[Sequence | None, Sequence | None]:
+    def claim(self, closed: bool) -> tuple[Sequence | None, Sequence | None]:
         """The waiting sequence that may begin in this step whatever others are expected to need, and the running one
-        that must be preempted for it first; None, None where nobody is owed or nobody can make room."""
+        that must be preempted for it first; None, None where nobody is owed, or needs it, or nobody can make room.
+        `closed`: nobody would be admitted otherwise."""
         limits, pool = self._limits, self._pool
-        spare = pool.num_usable - int(limits.watermark * pool.num_usable) - sum(h.blocks for h in self._held.values())
+        capacity = pool.num_usable - int(limits.watermark * pool.num_usable)
+        room = capacity - sum(held.blocks for held in self._held.values())
+        slack = capacity - sum(held.expected for held in self._held.values())
         seats = limits.max_num_seqs - len(self._running)
         heads = self._waiting.heads(MOST_HEADS)
         if heads and heads[0].bypasses >= limits.max_bypasses and heads[0].request.tenant not in self._held:
             # It may need more than its share, and its tenant has nothing else: the pool empties for it.
             heads = heads[:1]
+        closed = closed or any(head.preempted for head in heads[:1])  # It would let nobody pass.
         for head in heads:
             tenant = head.request.tenant
             held = self._held.get(tenant, _Holding())
             share = self._share(tenant)
             blocks = self._blocks(len(head.tokens))
-            if held.expected + blocks + self._growth(head) > share * pool.num_usable:
+            expected = blocks + self._growth(head)
+            if seats > 1 and expected <= slack and not closed:
+                continue  # It needs no claim.
+            if held.expected + expected > share * pool.num_usable:
+                continue
+            if seats <= 1 and held.seats >= share * limits.max_num_seqs / 2:
                 continue
             giver = None
             if seats <= 0:
-                if held.seats >= share * limits.max_num_seqs / 2:
-                    continue
                 giver = self._giver(head, lambda holding: holding.seats, limits.max_num_seqs)
                 if giver is None:
                     continue
-            if blocks > spare:
+            if blocks > room:
                 giver = self._giver(head, lambda holding: holding.blocks, pool.num_usable)
                 if giver is None:
                     continue

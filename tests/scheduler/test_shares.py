@@ -29,9 +29,15 @@ def polite(it: World, prompt: int, number: int, output: int = 6) -> tuple[float,
         it.step()
         taken += 1
         steps += [taken] * (len(it.times[request]) > had)
-        assert taken < 3000
+        assert taken < 500
     assert it.streams[request, 0] == it.expected(request, 0)
     return it.times[request][0] - came, max(b - a for a, b in pairwise(steps))
+
+
+def computed(it: World) -> int:
+    """Prompt tokens so far."""
+    assert it.last is not None
+    return it.last.stats.computed_tokens
 
 
 def flood(it: World, prompt: int, output: int, count: int = 64) -> list[int]:
@@ -42,13 +48,13 @@ def flood(it: World, prompt: int, output: int, count: int = 64) -> list[int]:
     ]
 
 
-@pytest.mark.parametrize("length", [24, 100, 300])
+@pytest.mark.parametrize("length", [20, 100, 300])
 @pytest.mark.parametrize(
     ("blocks", "size", "prompt", "output", "count", "before"),
     [
-        pytest.param(1200, 64, 20, 4000, 80, 150, id="every seat taken by streams"),
-        pytest.param(1200, 64, 4000, 4000, 64, 40, id="long prompts"),
-        pytest.param(1200, 64, 4000, 1, 64, 40, id="nothing but prompts"),
+        pytest.param(400, 64, 20, 4000, 80, 90, id="every seat taken by streams"),
+        pytest.param(300, 64, 4000, 4000, 64, 30, id="long prompts"),
+        pytest.param(300, 64, 4000, 1, 64, 30, id="nothing but prompts"),
         pytest.param(200, 16, 100, 4000, 64, 400, id="the pool full"),
     ],
 )
@@ -59,28 +65,29 @@ def test_time_to_first_token_beside_a_hostile_tenant(
     alone, beside = World(blocks, size, limits=LIMITS), World(blocks, size, limits=LIMITS)
     for it in (alone, beside):
         it.runner.seconds = TWO_CORES
-        for number in range(12):  # The cost model learns the machine.
+        for number in range(8):  # The cost model learns the machine.
             polite(it, length, number)
     hostile = flood(beside, prompt, output, count)
     for _ in range(before):
         beside.step()
-    usual = [polite(alone, length, number)[0] for number in range(20, 26)]
-    found = [polite(beside, length, number) for number in range(20, 26)]
+    usual = [polite(alone, length, number)[0] for number in range(20, 24)]
+    found = [polite(beside, length, number) for number in range(20, 24)]
     assert max(seconds for seconds, _ in found) <= 3 * median(usual)
     assert max(steps for _, steps in found) <= 1, "its answers get a token in every step"
-    before_tokens = sum(len(beside.streams[request, 0].tokens) for request in hostile)
-    for _ in range(50):
+    done = sum(len(beside.streams[request, 0].tokens) for request in hostile) + computed(beside)
+    for _ in range(20):
         beside.step()
-    after_tokens = sum(len(beside.streams[request, 0].tokens) for request in hostile)
-    assert after_tokens > before_tokens or output == 1, "nor is the hostile one starved"
+    assert sum(len(beside.streams[request, 0].tokens) for request in hostile) + computed(beside) > done, (
+        "nor is that one"
+    )
 
 
 def test_streams_sit_out_no_two_steps_in_a_row() -> None:
     """While a prompt of a tenant that had less is computed, those of the greedy one have every other step at least."""
-    it = World(1200, 64, limits=LIMITS)
+    it = World(400, 64, limits=LIMITS)
     it.runner.seconds = TWO_CORES
     hostile = flood(it, 20, 4000, 60)
-    for _ in range(150):
+    for _ in range(90):
         it.step()
     usual = median(b - a for a, b in pairwise(it.times[hostile[0]][-20:]))
     begin = it.now
@@ -96,10 +103,10 @@ def test_streams_sit_out_no_two_steps_in_a_row() -> None:
 
 
 def test_a_seat_is_given_up_once_not_for_each_request() -> None:
-    it = World(1200, 64, limits=LIMITS)
+    it = World(400, 64, limits=LIMITS)
     it.runner.seconds = TWO_CORES
     flood(it, 20, 4000, 80)
-    for _ in range(150):
+    for _ in range(90):
         it.step()
     assert it.last is not None
     assert (it.last.stats.running, it.last.stats.preemptions) == (64, 0)
