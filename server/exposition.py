@@ -126,7 +126,7 @@ class ServerCollector(Collector):
             ({"source": "cached"}, cached),
         ]
         yield counter("requests", "Requests that ended, by endpoint and reason.", by_end)
-        yield counter("rejected", "Requests refused by admission.", rejected)
+        yield counter("rejected", "Requests refused with 429, by reason.", rejected)
         yield counter("client_disconnects", "Requests whose client left.", metrics.disconnects)
         yield counter("http_requests", "HTTP requests by route, method and status.", http)
         yield counter("prompt_tokens", "Prompt tokens of started requests, by where they came from.", by_source)
