@@ -16,11 +16,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
-from server.errors import InvalidRequest, Overloaded
+from server.errors import REFUSALS, InvalidRequest, Overloaded
 
-REASONS = ("max_queued_requests", "max_queued_tokens", "max_body_bytes")
-KEY_REASONS = ("requests_per_minute", "tokens_per_minute", "max_concurrency")
-"""Of `server.lease`."""
 MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 1, 30
 MAX_BODY_BYTES = 256 * 2**20
 """Of the bodies of all requests in flight."""
@@ -71,7 +68,8 @@ class Admission:
         self.sequences = 0
         self.requests = 0
         self.body_bytes = 0
-        self.rejected: Counter[str] = Counter(dict.fromkeys(REASONS + KEY_REASONS, 0))
+        self.rejected: Counter[str] = Counter(dict.fromkeys(REFUSALS, 0))
+        """Answers with 429, by reason; whoever answers counts."""
         self._queued_tokens = queued_tokens
         self._computed_tokens = computed_tokens
         self._clock = clock
@@ -154,9 +152,10 @@ class Admission:
 
     def _refuse(self, reason: str, fact: str, missing: int, rate: Rate) -> NoReturn:
         """`missing`: what has to be worked off, at the `rate` at which that is done, to make room for this one."""
-        self.rejected[reason] += 1
         self._measure(0)
         now = self._seen[0]
         self._line = min(max(now, self._line) + missing / rate.per_second, now + MAX_RETRY_SECONDS)
         wait = max(MIN_RETRY_SECONDS, self._line - now)
-        raise Overloaded(f"The server is full ({fact}); try again in {math.ceil(wait)} s.", retry_after=wait)
+        raise Overloaded(
+            f"The server is full ({fact}); try again in {math.ceil(wait)} s.", retry_after=wait, reason=reason
+        )

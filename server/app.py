@@ -9,7 +9,15 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp
 
-from server.errors import InvalidRequest, MethodNotAllowed, NotFound, RequestError, error_response, internal_error
+from server.errors import (
+    InvalidRequest,
+    MethodNotAllowed,
+    NotFound,
+    Overloaded,
+    RequestError,
+    error_response,
+    internal_error,
+)
 from server.exposition import make_registry
 from server.keys import ApiKeys
 from server.middleware import CLIENT_GONE, QUIET_PATHS, Requests
@@ -69,6 +77,8 @@ def create_app(service: Service) -> ASGIApp:
 async def _answer_error(http: Request, failure: Exception) -> Response:
     """Every failure in the one shape. What nobody foresaw goes on, after this, to the log of `middleware.Requests`."""
     path = http.scope["path"]
+    if isinstance(failure, Overloaded):
+        http.app.state.service.admission.rejected[failure.reason] += 1
     if isinstance(failure, RequestError):
         return error_response(failure, path)
     if isinstance(failure, RequestValidationError):

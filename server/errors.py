@@ -24,6 +24,11 @@ ANTHROPIC_TYPES = {
     503: "overloaded_error",
 }
 """By status, what Anthropic calls a failure."""
+REFUSALS = (
+    *("max_queued_requests", "max_queued_tokens", "max_body_bytes", "grammar_checkers"),
+    *("requests_per_minute", "tokens_per_minute", "max_concurrency"),
+)
+"""Why there are answers with 429: by the server as a whole, by a key's limits."""
 INTERNAL_MESSAGE = "The server failed to answer this request."
 UNAVAILABLE_SECONDS = 5.0
 """A guess at how long a server goes without an engine."""
@@ -132,8 +137,10 @@ class UnsupportedMediaType(RequestError, status=415, code="unsupported_media_typ
 class Overloaded(RequestError, status=429, code="server_overloaded", type="rate_limit_error"):
     """The queue is full; the client should come back after `retry_after` seconds."""
 
-    def __init__(self, message: str, *, retry_after: float) -> None:
+    def __init__(self, message: str, *, retry_after: float, reason: str) -> None:
+        """`reason`: one of REFUSALS, by which it is counted where it is answered."""
         super().__init__(message, headers=retry_headers(retry_after))
+        self.reason = reason
 
 
 class RateLimited(Overloaded, status=429, code="rate_limit_exceeded", type="rate_limit_error"):

@@ -127,7 +127,7 @@ class ServerCollector(Collector):
             ({"source": "cached"}, cached),
         ]
         yield counter("requests", "Requests that ended, by endpoint and reason.", by_end)
-        yield counter("rejected", "Requests refused by admission.", rejected)
+        yield counter("rejected", "Requests refused with 429, by reason.", rejected)
         yield counter("client_disconnects", "Requests whose client left.", metrics.disconnects)
         dropped: Samples = [({"reason": reason}, count) for reason, count in service.connections.dropped.items()]
         yield counter("connections_dropped", "Connections closed or refused, by reason.", dropped)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -79,13 +78,11 @@ class Lease:
         self,
         limits: Limits | None,
         ledger: Ledger,
-        rejected: Counter[str],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.key = limits.key if limits is not None else None
         self._limits = limits if limits is not None else Limits()
         self._ledger = ledger
-        self._rejected = rejected
         self._clock = clock
         self._sequences = 0
         self._counted = 0
@@ -184,8 +181,8 @@ class Lease:
             self._refuse("max_concurrency", f"{most} sequences at a time", BUSY_SECONDS)
 
     def _refuse(self, reason: str, limit: str, seconds: float) -> NoReturn:
-        self._rejected[reason] += 1
-        raise RateLimited(f"This key may have {limit}; try again in {duration(seconds)}.", retry_after=seconds)
+        text = f"This key may have {limit}; try again in {duration(seconds)}."
+        raise RateLimited(text, retry_after=seconds, reason=reason)
 
 
 def duration(seconds: float) -> str:

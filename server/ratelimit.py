@@ -52,7 +52,7 @@ class RateLimits:
             return
         state = scope.setdefault("state", {})
         key = state.get("key")
-        lease = Lease(None if key is None else self.limits(key), self._ledger, self._rejected, self._clock)
+        lease = Lease(None if key is None else self.limits(key), self._ledger, self._clock)
         state["lease"] = lease
 
         async def answer(message: Message) -> None:
@@ -65,6 +65,7 @@ class RateLimits:
                 try:
                     lease.enter()
                 except RateLimited as error:
+                    self._rejected[error.reason] += 1
                     await error_response(error, scope["path"])(scope, receive, answer)
                     return
             await self._app(scope, receive, answer)

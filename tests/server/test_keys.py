@@ -30,6 +30,10 @@ def named(name: str, **fields: Any) -> dict[str, Any]:
     return {"name": name, "key": f"{name}-secret", **fields}
 
 
+def made(**flags: Any) -> KeyRing:
+    return KeyRing(Settings(**flags))
+
+
 def who(ring: KeyRing, sent: str) -> str:
     """The name of the key, or the code of the refusal."""
     try:
@@ -40,7 +44,7 @@ def who(ring: KeyRing, sent: str) -> str:
 
 def test_whose_key_it_is(tmp_path: Path) -> None:
     file = key_file(tmp_path, named("alice"), named("bob", weight=3))
-    ring = KeyRing(Settings(api_keys_file=file, api_key=["plain-secret", "bob-secret", "plain-secret"]))
+    ring = made(api_keys_file=file, api_key=["plain-secret", "bob-secret", "plain-secret"])
     assert ring
     assert [who(ring, sent) for sent in SECRETS] == ["alice", "bob", "invalid_api_key", "api-key-3"]
     assert ring.find("bob-secret").weight == 3  # the file's, though it is in both
@@ -83,7 +87,7 @@ def test_keys_expire(tmp_path: Path) -> None:
 def test_the_file_is_read_again_whole_or_not_at_all(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "octavo.keys")
     file = key_file(tmp_path, named("alice"))
-    ring = KeyRing(Settings(api_keys_file=file, api_key=["plain-secret"]))
+    ring = made(api_keys_file=file, api_key=["plain-secret"])
     key_file(tmp_path, named("bob"), named("carol"))
     ring.reload()
     assert [who(ring, sent) for sent in SECRETS] == ["invalid_api_key", "bob", "carol", "api-key-1"]
