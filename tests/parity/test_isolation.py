@@ -61,7 +61,8 @@ class Faulty:
     def _cut(self, patch: pytest.MonkeyPatch) -> None:
         model: Any = self.runner.model
         if model.fused is None:
-            patch.setitem(model.layers, 2, replace(model.layers[2], down=no_memory))
+            layers = model.layers
+            patch.setattr(model, "layers", [*layers[:2], replace(layers[2], down=no_memory), *layers[3:]])
         else:  # one call computes them all: everything is written, and then it fails
             patch.setattr(model, "norm", no_memory)
 
