@@ -88,7 +88,7 @@ HEADERS: list[dict[str, str]] = [
 
 
 def test_canaries_are_heard_nowhere(server: Daemon) -> None:
-    """Not even in the answer to who said it, unless as the model's own words or the field at fault. Nor is a file named."""
+    """Not even in the answer to who said it, but for the model's own words and the field at fault; nor is a file."""
     heard: list[str] = []
 
     def listen(label: str, text: str, own: str = "") -> None:

@@ -24,7 +24,7 @@ from tests.model.parity import build, make_runner, prompts
 from tests.parity.session import Answers, Prompts
 from tests.parity.test_demo import TEXTS
 
-NEW = 20
+NEW = 12
 BLOCK = 16
 PLACES = ("before", "in the layers", "at the logits", "behind")
 
@@ -98,7 +98,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     if request.param == "demo":
         runner = load_runner(RunnerOptions(kv_cache_memory=64 << 20)).runner
         tokenizer = load_tokenizer(resolve(None))
-        asked = [tokenizer.encode(text, add_special_tokens=False) for text in TEXTS[:10]]
+        asked = [tokenizer.encode(text, add_special_tokens=False) for text in TEXTS[:8]]
     else:
         folder: Path = tmp_path_factory.mktemp("tiny")
         build("llama", folder)
