@@ -32,7 +32,7 @@ from loadtest.soak_clients import START_SECONDS, Clients, Seen
 from loadtest.soak_traffic import Traffic
 
 FLAGS = (
-    *("--max-num-seqs", "32", "--max-queued-requests", "64", "--max-model-len", "2048"),
+    *("--max-num-seqs", "32", "--max-queued-requests", "32", "--max-model-len", "2048"),
     *("--kv-cache-memory", "256MiB", "--send-timeout", "5", "--log-level", "warning"),
 )
 WARM_UP = 0.2
@@ -170,7 +170,8 @@ def _figures(watch: Watch, before: Footprint, after: Footprint, values: dict[str
         "open files": f"{before.files} behind the warm-up, {peak.files} at the peak, {after.files} at the end",
         "blocks": f"{values['octavo_kv_blocks, active']:g} in use at the end",
         "faults": f"{total.bursts} bursts, {total.kills} kills, "
-        f"{'unknown' if restarts is None else f'{restarts:g}'} restarts of the engine",
+        f"{'unknown' if restarts is None else f'{restarts:g}'} restarts of the engine; "
+        f"{values['octavo_connections_dropped_total']:g} connections dropped by the server",
     }
     return [f"{name:<11} {value}" for name, value in rows.items()]
 

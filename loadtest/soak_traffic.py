@@ -91,7 +91,7 @@ class Traffic:
         return self._complete("short", self._text(8), 24)
 
     def _long(self) -> Ask:
-        return self._complete("long", self._text(self._random.randint(300, 900)), 40)
+        return self._complete("long", self._text(self._random.randint(150, 450)), 40)
 
     def _shared(self) -> Ask:
         return self._complete("shared", self._random.choice(self._prefixes) + self._text(10), 32)

@@ -88,12 +88,16 @@ def _again(executor: Executor, rows: list[Row]) -> Outcome:
     for start, part in ((0, rows[:middle]), (middle, rows[middle:])):
         if not part:
             continue
+        failure = None
         try:
             outcome = Outcome(launch(executor, Batch(part)).result())
         except Exception as error:
             _note(error, len(part))
-            alone = Outcome(StepResult([[]], [[]], [None]), {0: error})
-            outcome = _again(executor, part) if len(part) > 1 else alone
+            failure = error
+        if failure is not None and len(part) == 1:
+            outcome = Outcome(StepResult([[]], [[]], [None]), {0: failure})
+        elif failure is not None:
+            outcome = _again(executor, part)
         whole.result.tokens += outcome.result.tokens
         whole.result.logprobs += outcome.result.logprobs
         whole.result.prompt_logprobs += outcome.result.prompt_logprobs

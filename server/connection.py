@@ -63,7 +63,7 @@ class Outlet:
         self._transport = transport
         self._flow = flow
         self.begun = False
-        """Whether a part was written."""
+        """Whether the head of a response is out whose parts go this way."""
 
     @property
     def room(self) -> bool:
@@ -72,7 +72,6 @@ class Outlet:
 
     def write(self, data: bytes) -> bool:
         """One part, not empty, as one write; nothing where the client has gone. Whether there is room for the next."""
-        self.begun = True
         if not self._transport.is_closing():
             self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
         return not self._flow.write_paused

@@ -114,6 +114,8 @@ class EventStream(EventSourceResponse):
     async def _stream_response(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         outlet, clock = self._outlet, self._clock
+        if outlet is not None:
+            outlet.begun = True
         async with aclosing(self._frames) as frames:
             async for data in frames:
                 self._written = clock()

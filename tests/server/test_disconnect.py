@@ -71,3 +71,15 @@ def test_two_of_one_name(server: Running) -> None:
     server.wait(lambda: at_rest(server), 1.0)
     assert server.metric("octavo_requests_total", finish_reason="abort") == aborts + 2
     assert server.metric("octavo_generation_tokens_total") == server.metric("octavo_request_generation_tokens_sum")
+
+
+def test_behind_the_head_of_a_stream_and_before_its_first_token(server: Running) -> None:
+    """Whoever has read all there is leaves no trace on the wire but the end of what it sends."""
+    server.engine.paused.set()
+    with connection(server, COMPLETIONS, BODIES[COMPLETIONS] | {"stream": True}) as sock:
+        server.engine.wait_for(lambda engine: engine.submits() != [])
+        head = b""
+        while not head.endswith(b"\r\n\r\n"):
+            head += sock.recv(1)
+    server.engine.wait_for(lambda engine: engine.aborts() != [] and not engine.sequences, 1.0)
+    server.wait(lambda: at_rest(server), 1.0)
