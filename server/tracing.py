@@ -84,7 +84,7 @@ class Tracer:
         last.start()
         last.join(CLOSE_SECONDS)
         if last.is_alive():
-            self._exporter.shutdown()  # ends its retries
+            self._exporter.shutdown()  # type: ignore[no-untyped-call]  # ends its retries
 
 
 def attributes(record: Record) -> dict[str, Any]:

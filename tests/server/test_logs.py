@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import signal
 from typing import Any
 
+import httpx
 import pytest
 from starlette.types import Receive, Scope, Send
 
@@ -15,6 +17,7 @@ from server.logs import JsonLines, TextLines
 from server.metrics import Metrics
 from server.middleware import MAX_LOGGED_BODY, Requests
 from tests.server.running import CHAT, COMPLETIONS, MODEL, Running, running
+from tests.server.test_daemon import daemon
 
 ACCESS = "octavo.access"
 
@@ -187,3 +190,17 @@ def test_the_served_name_is_logged_not_the_clients_words(server: Running, lines:
     server.post(COMPLETIONS, {"prompt": "x", "max_tokens": 1}, **{"x-request-id": "default"})
     assert fields_of(server, lines, "default")["model"] == MODEL
     assert "no such" not in lines.text
+
+
+def test_every_line_of_a_server_is_an_object() -> None:
+    with daemon("--log-format", "json", "--log-requests") as process:
+        body = {"prompt": "my diary", "max_tokens": 2}
+        assert httpx.post(process.url + COMPLETIONS, json=body, headers={"x-request-id": "mine"}).status_code == 200
+        process.process.send_signal(signal.SIGTERM)
+        assert process.wait() == 0
+        read = [json.loads(line) for line in process.log().splitlines()]
+    assert any(line["level"] == "warning" and "--log-requests" in line["message"] for line in read)
+    (access,) = [line for line in read if line.get("request_id") == "mine"]
+    assert access["message"].startswith(f"POST {COMPLETIONS} 200 ")
+    assert (access["logger"], access["completion_tokens"]) == (ACCESS, 2)
+    assert json.loads(access["request_body"]) == body

@@ -27,7 +27,8 @@ def read(stream: bytes) -> list[tuple[str, str]]:
     """(event, data) of every event, as the standard says it is read: server-sent events, HTML living standard 9.2.6."""
     text = codecs.decode(stream, "utf-8", "strict").removeprefix("\ufeff")
     events: list[tuple[str, str]] = []
-    kind, data = "", []
+    kind = ""
+    data: list[str] = []
     lines = re.split("\r\n|\n|\r", text)
     assert lines.pop() == "", "the last line is not ended"
     for line in lines:
