@@ -67,8 +67,9 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     priority: int = 0
     """Lower runs first."""
     tenant: str = ""
+    """Among whom the engine is shared: a key, or else a `user`."""
     weight: float = 1.0
-    """Share of the service that its tenant has, against other tenants' weights."""
+    """Of the tenant, > 0: one of weight 2 is served twice as much as one of weight 1."""
     salt: bytes = b""
     """Part of every prefix hash: requests of different salts never share a block."""
     arrival: float = 0.0
