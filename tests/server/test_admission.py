@@ -254,5 +254,7 @@ def test_five_hundred_at_once_are_refused_at_once(smol: Tokenizer, monkeypatch: 
         assert {head.split(b"\r\n")[0] for _, head in answers} == {b"HTTP/1.1 429 Too Many Requests"}
         assert all(b"retry-after-ms: " in head and b"retry-after: " in head for _, head in answers)
         assert max(seconds for seconds, _ in answers) / CROWD < 0.01
+        took = [int(head.partition(b"openai-processing-ms: ")[2].split()[0]) for _, head in answers]
+        assert max(took) < 50
         assert server.metric("octavo_rejected_total", reason="max_queued_requests") == CROWD
     assert tokenised == []

@@ -176,6 +176,15 @@ def test_a_file_that_cannot_be_read_is_not_quoted(tmp_path: Path, suffix: str, t
     assert "\n" not in str(caught.value)
 
 
+def test_the_documented_file(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
+    example = page.partition("```yaml\nkeys:")[2].partition("```")[0]
+    operator, batch = read_keys(write(tmp_path, "keys:" + example, "keys.yaml"))
+    assert (operator.admin, operator.digest) == (True, hashlib.sha256(b"in-plain-if-you-like").digest())
+    assert (batch.admin, batch.weight, batch.max_concurrency) == (False, 0.5, 8)
+    assert batch.expires is not None
+
+
 def test_a_file_that_is_not_there() -> None:
     with pytest.raises(BadSettings, match=re.escape("--api-keys-file: ")):
         load_settings({"api_keys_file": "/nowhere.yaml"})
