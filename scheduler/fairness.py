@@ -4,10 +4,10 @@ The virtual token counter of Sheng et al., "Fairness in Serving Large Language M
 
     service += (prompt tokens computed + OUTPUT_TOKEN · tokens generated) / weight
 
-Idling saves nothing up. A tenant that begins to wait after it had nobody waiting is lifted to a floor: the least service
-of those that wait, or, where that is more, what a share of every step came to, less a head start. Without the second, a
-stream of tenants that each come once, all at the same floor, would starve one that has had more. Where nobody waits
-nobody is kept from anything, so that what was before does not count: then the floor is the most that anybody active has.
+Idling saves nothing up. A tenant that begins to wait after it had nobody waiting is lifted to a floor: the least of
+those that wait, or, where that is more, what a share of every step came to, less a head start. Without the second, a
+stream of tenants that each come once, all at the same floor, would starve one that has had more. Where nobody waits,
+nobody is kept from anything, and the past does not count: then the floor is the most that anybody active has.
 
 A token counts once. Neither cached prefixes nor what is computed again after a preemption is charged: a tenant is
 preempted for the sake of others, and would pay for it twice.
