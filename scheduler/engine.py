@@ -310,7 +310,7 @@ class Engine:
 
     # ---- changes of phase ----
 
-    def _preempt(self, sequence: Sequence, yields: bool) -> None:
+    def _preempt(self, sequence: Sequence, yields: bool = False) -> None:
         """Release and recompute: back to the head of its queue. What it computed stays findable for a while.
         `yields`: to another tenant, and not because the pool ran out."""
         self._state.running.remove(sequence)

@@ -4,9 +4,10 @@ The virtual token counter of Sheng et al., "Fairness in Serving Large Language M
 
     service += (prompt tokens computed + OUTPUT_TOKEN · tokens generated) / weight
 
-Idling saves nothing up: a tenant that begins to wait after it had nobody waiting is lifted to the least service of
-those that wait. Where nobody waits nobody is kept from anything, so that what was before does not count: then it is
-lifted to the most that anybody active has.
+Idling saves nothing up. A tenant that begins to wait after it had nobody waiting is lifted to a floor: the least of
+those that wait, or, where that is more, what a share of every step came to, less a head start. Without the second, a
+stream of tenants that each come once, all at the same floor, would starve one that has had more. Where nobody waits,
+nobody is kept from anything, and the past does not count: then the floor is the most that anybody active has.
 
 A token counts once. Neither cached prefixes nor what is computed again after a preemption is charged: a tenant is
 preempted for the sake of others, and would pay for it twice.
@@ -21,6 +22,9 @@ from math import isclose
 
 OUTPUT_TOKEN = 2.0
 """What a generated token counts in prompt tokens, as in the paper: it is one row of a step, and holds its seat."""
+HEAD_START = 256.0
+"""Tokens of weight 1 by which a newcomer may stay below the level. The level is a mean, a newcomer asks for little as a
+rule, and those that had least go first."""
 LINGER_SECONDS = 30.0
 """How long a tenant without requests is remembered: leaving for a moment pays no debts."""
 MOST_IDLE = 1024
@@ -43,7 +47,7 @@ class Tenant:
 class Tenants:
     """Their counters. Owned by the engine; plan() reads them. Bounded: active ones, and at most MOST_IDLE others."""
 
-    __slots__ = ("_active", "_arrived", "_idle", "_now", "_weights")
+    __slots__ = ("_active", "_arrived", "_idle", "_level", "_now", "_weights")
 
     def __init__(self) -> None:
         self._active: dict[str, Tenant] = {}
@@ -53,6 +57,8 @@ class Tenants:
         self._arrived: set[str] = set()
         """Began to wait since the last step."""
         self._weights = 0.0
+        self._level = 0.0
+        """Service by weight of all that were active, as if each had got its share of every step."""
         self._now = 0.0
 
     def __len__(self) -> int:
@@ -111,7 +117,9 @@ class Tenants:
     def charge(self, name: str, prompt: int, generated: int) -> None:
         """Tokens that a step computed and drew for it."""
         tenant = self._active[name]
-        tenant.service += (prompt + OUTPUT_TOKEN * generated) / tenant.weight
+        tokens = prompt + OUTPUT_TOKEN * generated
+        tenant.service += tokens / tenant.weight
+        self._level += tokens / self._weights
 
     def settle(self, now: float) -> None:
         """Before a plan: lift who began to wait, forget who is long gone. O(tenants) where somebody began to wait."""
@@ -125,7 +133,10 @@ class Tenants:
         if arrived:
             others = [tenant for name, tenant in self._active.items() if name not in arrived]
             waiting = [tenant.service for tenant in others if tenant.waiting]
-            floor = min(waiting) if waiting else max((t.service for t in others or self._known()), default=0.0)
+            if waiting:
+                floor = max(min(waiting), self._level - HEAD_START)
+            else:
+                self._level = floor = max((t.service for t in others or self._known()), default=0.0)
             for name in arrived & self._active.keys():
                 tenant = self._active[name]
                 tenant.service = max(tenant.service, floor)

@@ -98,3 +98,16 @@ def test_shares() -> None:
     assert made.share("a") == 0.5, "the last request says the weight"
     assert made.check(["a", "b", "b"])
     assert not made.check(["a", "b"])
+
+
+def test_newcomers_at_one_floor_starve_nobody() -> None:
+    """One waits with more than the others, each of which asks for 100 tokens and is never seen again."""
+    made = tenants(old=0, other=0)
+    made.charge("old", 1000, 0)
+    for number in range(1000):
+        if begin(made, str(number)) > made.service("old"):
+            break
+        made.charge(str(number), 100, 0)
+        made.wait(str(number), -1)
+        made.leave(str(number))
+    assert 5 < number < 40

@@ -46,7 +46,7 @@ ASKS = st.builds(
 )
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     asks=st.lists(ASKS, min_size=1, max_size=30),
     blocks=st.integers(18, 40),
@@ -87,7 +87,7 @@ def test_everybody_is_served(asks: list[Ask], blocks: int, seats: int, tokens: i
         assert not it.engine._state.tenants.contended
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     period=st.integers(1, 4),
     prompt=st.integers(1, 60),
@@ -103,7 +103,7 @@ def test_a_stream_of_small_requests_of_others_starves_nobody(
     it = World(40, 4, limits=limits)
     request = 0
     for number in range(1500):
-        if number % period == 0 and (it.last is None or it.last.stats.waiting < 12):
+        if number % period == 0 and (it.last is None or it.last.stats.waiting < 8):
             it.add([number % 40, *range(prompt - 1)], output, tenant=f"small {number}", salt=b"%d" % number)
         if number == 10:
             request = it.add(range(long), max_tokens=8, tenant="large")
