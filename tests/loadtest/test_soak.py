@@ -46,13 +46,18 @@ def test_whole_answers() -> None:
         assert read_whole(data).fault is not None
 
 
-def asked(ask: Ask, answer: Callable[[str, dict[str, Any]], Reply], times: int = 1, **state: float) -> Seen:
+def asked(
+    ask: Ask,
+    answer: Callable[[str, dict[str, Any]], Reply],
+    times: int = 1,
+    state: dict[str, float] | None = None,
+) -> Seen:
     """What the clients of a soak see of it."""
 
     async def run(url: str) -> Seen:
         server: Any = SimpleNamespace(base_url=url, check=lambda: None)
         clients = Clients(server, Traffic(0), 1)
-        for name, value in state.items():
+        for name, value in (state or {}).items():
             setattr(clients, name, value)
         async with aiohttp.ClientSession() as session:
             for _ in range(times):
@@ -78,7 +83,7 @@ FULL = json.dumps({"error": {"code": "server_overloaded"}}).encode()
     ],
 )
 def test_refusals_are_explained_by_faults(status: int, state: dict[str, float], broken: str | None) -> None:
-    seen = asked(SHORT, lambda path, body: Reply([(0, FULL)], status), **state)
+    seen = asked(SHORT, lambda path, body: Reply([(0, FULL)], status), state=state)
     assert dict(seen.broken) == ({} if broken is None else {broken: 1})
 
 
