@@ -239,7 +239,7 @@ SHAPES: dict[str, Schema] = {
     "Text": record({"prompt": STRING, "content": STRING}),
     "Prompt": record({"prompt": STRING}),
     "ChatTokens": record({"object": constant("chat.completion.input_tokens"), "input_tokens": INTEGER}),
-    "State": record({"status": constant("loading", "ready", "draining", "stalled", "dead")}),
+    "State": record({"status": constant("loading", "ready", "draining", "restarting", "stalled", "dead")}),
     "Version": record({"version": STRING}),
     "Error": record(
         {"error": record({"message": STRING, "type": STRING, "param": nullable(STRING), "code": nullable(STRING)})}
