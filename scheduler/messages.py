@@ -11,6 +11,7 @@ Times are CLOCK_MONOTONIC seconds, which all processes of a machine share.
 
 from __future__ import annotations
 
+import signal
 from enum import IntEnum
 
 import msgspec
@@ -20,6 +21,7 @@ from model.params import Logprob, SamplingParams
 from scheduler.config import EngineConfig
 
 __all__ = [
+    "STACKS",
     "Abort",
     "EmbeddingConfig",
     "EngineConfig",
@@ -40,6 +42,9 @@ __all__ = [
     "Submit",
     "ToEngine",
 ]
+
+STACKS = signal.SIGUSR2
+"""What is said beside the socket: an engine that is hung shows the stacks of its threads on stderr before it is killed."""
 
 
 class FinishReason(IntEnum):
@@ -64,6 +69,8 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     n: int = 1
     """Sequences that share one prefill; sequence i draws from the random stream i."""
     generated: list[list[int]] = []
+    finished: list[int] = []
+    """Of a resumed request, the sequences that had ended: they do not run again."""
     priority: int = 0
     """Lower runs first."""
     tenant: str = ""

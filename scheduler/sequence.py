@@ -66,12 +66,12 @@ class Request:
         self.started = False
         self.forks = submit.n > 1
         """Whether its sequences may share a block that one of them still writes to."""
-        self.alive = submit.n
+        self.alive = submit.n - len(set(submit.finished))
         """Sequences that have not ended."""
-        resumed = any(submit.generated)
+        resumed = any(submit.generated) or bool(submit.finished)
         self.billed = self.prompt_len if resumed else 0
         """Prompt tokens up to which its tenant was charged; what is computed again is not."""
-        # Once there is a token, the prompt's logprobs were sent with it at the latest.
+        # Once there is a token or an end, the prompt's logprobs were sent with it at the latest.
         collects = submit.params.prompt_logprobs is not None and not resumed
         self.params = submit.params if collects else without_prompt_logprobs(submit.params)
         self.prompt_values: list[Logprob] | None = [] if collects else None
@@ -96,6 +96,8 @@ class Request:
             self.unborn = self.sequences[1:]
             for sequence in self.unborn:
                 sequence.phase = Phase.UNBORN
+        for index in submit.finished:
+            self.sequences[index].phase = Phase.FINISHED
 
     @property
     def reads_cache(self) -> bool:

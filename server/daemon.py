@@ -4,6 +4,8 @@
                                                                                              │ SIGTERM, SIGINT
     exit 0 ◀── stop engine ◀── close connections ◀── drain: no new requests, wait, fail ◀────┘
 
+An engine that dies is replaced meanwhile (`supervisor`); where none is left, the exit status is 1.
+
 uvicorn would close the port at SIGTERM, at once; so it never sees a signal, and drains when it is told to.
 """
 
@@ -17,6 +19,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -75,7 +78,7 @@ class _Uvicorn(uvicorn.Server):
 
 def make_service(settings: Settings, names: tuple[str, ...]) -> Service:
     """A service whose engine is not connected yet. On a running event loop. Raises StartError."""
-    client = EngineClient()
+    client = EngineClient(settings.max_num_seqs, settings.watchdog_timeout)
     admission = Admission(
         settings.max_num_seqs,
         settings.max_queued_requests,
@@ -89,6 +92,7 @@ def make_service(settings: Settings, names: tuple[str, ...]) -> Service:
     client.on_progress = report
     client.on_step = service.metrics.step
     client.on_gap = service.metrics.inter_token.observe
+    client.on_return = partial(renew, service)
     return service
 
 
@@ -111,6 +115,17 @@ def make_http(service: Service) -> uvicorn.Server:
     return _Uvicorn(config)
 
 
+def limits_of(ready: Ready) -> PromptLimits:
+    return PromptLimits(ready.max_model_len, ready.vocab_size, ready.num_blocks, ready.block_size)
+
+
+def renew(service: Service, ready: Ready) -> None:
+    """Another engine took the place of the one before; it may hold less, where memory has become short."""
+    if service.loaded is not None:
+        service.loaded = replace(service.loaded, ready=ready)
+        service.loaded.prompts.limits = limits_of(ready)
+
+
 def make_loaded(settings: Settings, tokenizer: Tokenizer, ready: Ready) -> Loaded:
     """What requests need of the model. Raises StartError where the chat template is of no use."""
     try:
@@ -120,7 +135,7 @@ def make_loaded(settings: Settings, tokenizer: Tokenizer, ready: Ready) -> Loade
         formats = detect(templates, tokenizer, settings.tool_call_parser, settings.reasoning_parser)
         prompts = PromptBuilder(
             tokenizer,
-            PromptLimits(ready.max_model_len, ready.vocab_size, ready.num_blocks, ready.block_size),
+            limits_of(ready),
             template=given,
             tool_format=formats.tools or HERMES,
             allow_special_in_content=settings.allow_special_tokens_in_content,
@@ -139,12 +154,27 @@ def make_loaded(settings: Settings, tokenizer: Tokenizer, ready: Ready) -> Loade
 class Daemon:
     """Owns the service, the engine's supervisor and the HTTP server."""
 
-    def __init__(self, settings: Settings, sock: socket.socket, source: ModelSource, engine: EngineProcess) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        sock: socket.socket,
+        source: ModelSource,
+        engine: EngineProcess,
+        spawn: Callable[[], EngineProcess],
+    ) -> None:
+        """`engine`: the process that was begun already; `spawn` makes another where that dies."""
         self.service = make_service(settings, tuple(settings.served_model_name) or (source.name,))
         self._settings = settings
         self._source = source
         self._sock = sock
-        self._supervisor = Supervisor(self.service.client, settings.engine(), engine)
+        self._supervisor = Supervisor(
+            self.service.client,
+            settings.engine(),
+            engine,
+            spawn,
+            settings.max_engine_restarts,
+            self.service.metrics.engine_restarts,
+        )
         self._stopping = asyncio.Event()
         self._signals = 0
         self._http = make_http(self.service)
@@ -170,7 +200,6 @@ class Daemon:
                 http.result()
                 return FAILED
             if self.service.client.gone.is_set():
-                log.error("the engine process ended (status %s)", self._supervisor.exit_status())
                 await asyncio.wait((stopping,), timeout=GONE_SECONDS)
                 return FAILED
             await self._drain()

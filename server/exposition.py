@@ -80,7 +80,8 @@ class ServerCollector(Collector):
         used = stats.blocks_active / stats.blocks_total if stats.blocks_total else 0.0
         blocks = {"free": stats.blocks_free, "cached": stats.blocks_cached, "active": stats.blocks_active}
         yield gauge("requests_running", "Sequences that run.", stats.running, "vllm:num_requests_running")
-        yield gauge("requests_waiting", "Sequences that wait.", stats.waiting, "vllm:num_requests_waiting")
+        waiting = stats.waiting + service.client.held
+        yield gauge("requests_waiting", "Sequences that wait.", waiting, "vllm:num_requests_waiting")
         yield gauge("requests_in_flight", "Requests between admission and their end.", service.admission.requests)
         yield gauge("queued_prompt_tokens", "Prompt tokens that wait.", stats.waiting_tokens)
         yield gauge(
@@ -165,6 +166,8 @@ class ServerCollector(Collector):
         ]
         yield counter("failed_sequences", "Sequences that the engine gave up, alone, by reason.", failed)
         yield counter("steps", "Steps of the engine.", stats.steps)
+        restarts: Samples = [({"reason": reason}, count) for reason, count in metrics.engine_restarts.items()]
+        yield counter("engine_restarts", "Engines started in the place of one that ended, by why it did.", restarts)
 
     def _distributions(self) -> Iterator[Distribution]:
         m = self._service.metrics

@@ -29,6 +29,16 @@ from server.structured.compiler import Structures
 from server.tracing import Tracer
 from server.version import VERSION
 
+PAUSE_SECONDS = 10.0
+"""While another engine is started, new requests wait for it so long; later ones are refused, and wait elsewhere."""
+REASONS = {
+    "dead": "The engine has stopped",
+    "draining": "The server is shutting down",
+    "loading": "The model is being loaded",
+    "restarting": "The engine is being restarted",
+}
+"""By state, why no request is taken."""
+
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
@@ -91,22 +101,24 @@ class Service:
 
     @property
     def state(self) -> str:
-        """loading, ready, draining, stalled or dead."""
+        """loading, ready, draining, restarting, stalled or dead."""
         if self.client.gone.is_set():
             return "dead"
         if self.draining:
             return "draining"
         if self.loaded is None:
             return "loading"
+        if not self.client.serving:
+            return "restarting"
         return "stalled" if self.client.stalled else "ready"
 
     def require(self) -> Loaded:
-        """What a request needs. Raises Unavailable while there is none, or no more."""
+        """What a request needs. Raises Unavailable while there is none, or no more; a short pause it may wait out."""
         state = self.state
-        if self.loaded is None or state in ("dead", "draining", "loading"):
-            reason = {"dead": "The engine has stopped", "draining": "The server is shutting down"}
-            error = Unavailable(f"{reason.get(state, 'The model is being loaded')}; try again later.")
-            if state != "loading":
+        waits = state == "restarting" and self.client.down_seconds < PAUSE_SECONDS
+        if self.loaded is None or not (waits or state in ("ready", "stalled")):
+            error = Unavailable(f"{REASONS[state]}; try again later.")
+            if state in ("dead", "draining"):
                 error.headers["Connection"] = "close"
             raise error
         return self.loaded

@@ -196,6 +196,22 @@ class Settings(BaseSettings):
     drain_timeout: float = flag(
         30, "Server", "seconds that running requests get to finish after SIGTERM", "SECONDS", ge=0, le=86400
     )
+    watchdog_timeout: float = flag(
+        30,
+        "Server",
+        "seconds of silence, with work pending, after which the engine is restarted",
+        "SECONDS",
+        ge=1,
+        le=86400,
+    )
+    max_engine_restarts: int = flag(
+        5,
+        "Server",
+        "restarts of the engine in a row that bring no token; then the server ends; 0: none",
+        "N",
+        ge=0,
+        le=1000,
+    )
     metrics_alias: Literal["vllm", "none"] = flag(
         "vllm", "Server", "names on /metrics beside octavo_*: vllm, what dashboards for vLLM read"
     )

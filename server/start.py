@@ -62,6 +62,6 @@ def serve(settings: Settings, worker: Sequence[str] | None = None) -> int:
             report(Progress("import", "torch and the model code"))
 
             async def run() -> int:
-                return await Daemon(settings, sock, source, engine).run()
+                return await Daemon(settings, sock, source, engine, lambda: EngineProcess(worker)).run()
 
             return asyncio.run(run())
