@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 STACKS = signal.SIGUSR2
-"""What is said beside the socket: an engine that is hung shows the stacks of its threads on stderr before it is killed."""
+"""What is said beside the socket: an engine that is hung shows its threads' stacks on stderr before it is killed."""
 
 
 class FinishReason(IntEnum):
