@@ -56,7 +56,9 @@ def test_nobody_is_dropped_who_waits_for_an_answer() -> None:
 def test_any_order_of_events(seed: int) -> None:
     """Never more than the limit, nobody forgotten, nobody kept."""
     rng = random.Random(seed)
-    it, live, busy = Connections(5, 1.0), [], set()
+    it = Connections(5, 1.0)
+    live: list[Fake] = []
+    busy: set[Fake] = set()
     for _ in range(300):
         match rng.randrange(4):
             case 0:
