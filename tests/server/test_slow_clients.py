@@ -100,7 +100,7 @@ def test_300_headers(server: Running) -> None:
         lines = "".join(f"X-{number}: 1\r\n" for number in range(count))
         with connected(server) as sock:
             sock.sendall(f"GET /health HTTP/1.1\r\nHost: x\r\n{lines}\r\n".encode())
-            answer = sock.recv(2000)
+            answer = sock.recv(2000) if expected == 200 else rest(sock)
         assert status(answer) == expected
     assert f"more than {MAX_HEADERS}".encode() in answer
 
