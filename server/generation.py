@@ -170,13 +170,13 @@ class Generation:
         if self._closed:
             return
         self._closed = True
+        if self._record is not None:
+            self._record.generated(self._endpoint, self.streams, self._reasons)
         for timer in self._timers:
             timer.cancel()
         for stream, reasons in zip(self.streams, self._reasons, strict=True):
             stream.cancel()
             self._service.metrics.end(stream, self._endpoint, _outcome(stream, reasons))
-        if self._record is not None:
-            self._record.generated(self._endpoint, self.streams, self._reasons)
         self._service.admission.release(self._sequences)
 
     def _watch(self, stream: RequestStream, first: bool) -> None:

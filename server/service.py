@@ -63,9 +63,9 @@ class Service:
     """Of the model: its own first, then aliases."""
     loaded: Loaded | None = None
     draining: bool = False
+    tracer: Tracer | None = None
     clock: Callable[[], float] = time.monotonic
     responses: ResponseStore = field(default_factory=ResponseStore)
-    tracer: Tracer | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
