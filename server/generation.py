@@ -177,6 +177,8 @@ class Generation:
         if self._closed:
             return
         self._closed = True
+        if self._record is not None:
+            self._record.generated(self._endpoint, self.streams, self._reasons)
         for timer in self._timers:
             timer.cancel()
         outcomes = []
@@ -192,8 +194,6 @@ class Generation:
                 sum(usage.completion_tokens for usage in started),
                 aborted="abort" in outcomes,
             )
-        if self._record is not None:
-            self._record.generated(self._endpoint, self.streams, self._reasons)
         self._service.admission.release(self._sequences)
 
     def _watch(self, stream: RequestStream, first: bool) -> None:

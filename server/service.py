@@ -81,10 +81,10 @@ class Service:
     """Of the model: its own first, then aliases."""
     loaded: Loaded | None = None
     draining: bool = False
+    tracer: Tracer | None = None
     clock: Callable[[], float] = time.monotonic
     responses: ResponseStore = field(default_factory=ResponseStore)
     ledger: Ledger = field(default_factory=Ledger)
-    tracer: Tracer | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     keys: KeyRing = field(init=False)
     connections: Connections = field(init=False)

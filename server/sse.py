@@ -25,11 +25,11 @@ from server.errors import RequestError
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
+SURROGATE = re.compile("[\ud800-\udfff]")
 QUIET_SECONDS = 10.0
 """A comment goes out where nothing was written for so long: silence never lasts 15 s."""
 TEXT = "\0text"
 """Stands for a text that is not known yet."""
-SURROGATE = re.compile("[\ud800-\udfff]")
 
 # This server drains by itself (`daemon`); sse-starlette would cut every stream at SIGTERM.
 AppStatus.disable_automatic_graceful_drain()  # type: ignore[no-untyped-call]
