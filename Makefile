@@ -33,8 +33,8 @@ test: lint ## run every check: ruff, mypy, pytest; PYTEST_ARGS="-k pool" narrows
 ifdef PYTEST_ARGS
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 else
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --ignore tests/e2e
-	$(BIN)/python -m pytest tests/e2e
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --ignore tests/e2e --ignore tests/faults
+	$(BIN)/python -m pytest tests/e2e tests/faults
 endif
 
 soak: $(VENV)/.ready-dev ## treat a server badly for ten minutes, and see whether anything is lost; ARGS="--duration 60 --no-kill"
