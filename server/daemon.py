@@ -84,7 +84,7 @@ def make_service(settings: Settings, names: tuple[str, ...]) -> Service:
         settings.max_queued_requests,
         settings.max_queued_tokens,
         lambda: client.queued_tokens,
-        lambda: client.counters.computed_tokens if client.counters is not None else 0,
+        lambda: client.computed_tokens,
     )
     service = Service(settings, client, admission, Metrics(), names)
     if settings.otlp_traces_endpoint is not None:

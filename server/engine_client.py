@@ -125,6 +125,11 @@ class EngineClient:
         past, now = self._past, self.stats
         return EngineStats(**{name: getattr(past, name) + getattr(now, name) for name in now.__struct_fields__})
 
+    @property
+    def computed_tokens(self) -> int:
+        """Prompt tokens that all engines have computed, as in `counters`; asked at the end of every request."""
+        return sum(stats.computed_tokens for stats in (self._past, self.stats) if stats is not None)
+
     async def run(self, sock: socket.socket, config: EngineConfig) -> float | None:
         """An engine's life: tell it its configuration, then read until it closes the connection. Never raises for its
         death. How many seconds it served; None where it never did.

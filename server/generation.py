@@ -33,8 +33,6 @@ class Job:
     params: SamplingParams
     n: int
     priority: int
-    tenant: str
-    salt: bytes
     echo: Echo | None = None
     text: str = ""
     """The prompt's, where the answer has it."""
@@ -98,9 +96,9 @@ class Generation:
                     params=job.params,
                     n=job.n,
                     priority=job.priority,
-                    tenant=job.tenant,
+                    tenant=self._caller.tenant,
                     weight=self._caller.weight,
-                    salt=job.salt,
+                    salt=self._caller.salt,
                     arrival=self._arrival,
                 )
                 return RequestStream(submit, tokenizer, options, service.client.abort, service.clock, job.echo)

@@ -9,7 +9,6 @@ import logging
 import time
 import uuid
 
-from sse_starlette.sse import SendTimeoutError
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -93,7 +92,7 @@ class Requests:
         known = RECORD.set(record)
         try:
             await self._app(scope, hear, answer)
-        except (ClientDisconnect, SendTimeoutError, ConnectionError):
+        except (ClientDisconnect, ConnectionError):
             status = CLIENT_GONE
         except Exception:
             # The application has answered, if it still could.
