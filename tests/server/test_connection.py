@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
 import pytest
 
 from model.tokenizer import Tokenizer
+from server.connection import LINGER_SECONDS
 from tests.server.running import COMPLETIONS, Running, running
 
 
@@ -237,3 +240,70 @@ def test_strange_targets_need_the_key_as_well(keyed: Running, target: str) -> No
 def keyed(smol: Tokenizer) -> Iterator[Running]:
     with running(smol, api_key=["key"]) as server:
         yield server
+
+
+# ---- who is refused while it is still sending ----
+
+POST = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n".encode()
+LENGTH = b"Content-Length: 8000000\r\n\r\n"
+LAST = b"Connection: close\r\n"
+
+
+def drained(server: Running) -> None:
+    server.service.draining = True
+
+
+def full(server: Running) -> None:
+    server.service.admission.sequences += 1000
+
+
+REFUSED: list[tuple[bytes, int, Callable[[Running], None]]] = [
+    (POST + LENGTH, 503, drained),
+    (POST + LAST + LENGTH, 429, full),
+    (POST + LAST + b"Authorization: Bearer wrong\r\n" + LENGTH, 401, lambda server: None),
+    (POST + LAST + b"Content-Length: 80000000\r\n\r\n", 413, lambda server: None),
+    (POST + LAST + b"Transfer-Encoding: chunked\r\n" + LENGTH, 400, lambda server: None),
+    (POST + b"Transfer-Encoding: xchunked\r\n\r\n", 501, lambda server: None),
+    (POST + b"X: " + b"a" * 2**17, 400, lambda server: None),
+]
+
+
+@pytest.mark.parametrize(("head", "status", "prepare"), REFUSED, ids=[str(status) for _, status, _ in REFUSED])
+def test_a_refusal_is_read_whole_by_who_is_still_sending(
+    keyed: Running, monkeypatch: pytest.MonkeyPatch, head: bytes, status: int, prepare: Callable[[Running], None]
+) -> None:
+    """And at its end the connection: neither is lost to a reset."""
+    monkeypatch.setattr("server.connection.LINGER_SECONDS", 10)
+    service = keyed.service
+    sequences = service.admission.sequences
+    prepare(keyed)
+    with socket.create_connection(("127.0.0.1", keyed.port), timeout=10) as sock:
+        key = b"" if b"Authorization" in head else b"Authorization: Bearer key\r\n"
+        sock.sendall(head.replace(b"Host: x\r\n", b"Host: x\r\n" + key))
+        answer = sock.recv(1)
+        for _ in range(100):
+            sock.sendall(b"a" * 2**16)
+        answer += rest(sock)
+    assert answer.startswith(b"HTTP/1.1 %d " % status)
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
+    service.draining, service.admission.sequences = False, sequences
+    keyed.wait(lambda: service.connections.count <= 1, LINGER_SECONDS)  # it went with the client
+
+
+@pytest.mark.parametrize("piece", [b"a", b"a" * 2**16], ids=["slowly", "without an end"])
+def test_who_goes_on_sending_after_its_last_answer_is_hung_up_on(
+    keyed: Running, monkeypatch: pytest.MonkeyPatch, piece: bytes
+) -> None:
+    monkeypatch.setattr("server.connection.LINGER_SECONDS", 0.3 if len(piece) == 1 else 60)
+    monkeypatch.setattr("server.connection.LINGER_BYTES", 2**20)
+    before = keyed.service.connections.count
+    with socket.create_connection(("127.0.0.1", keyed.port), timeout=10) as sock:
+        sock.sendall(POST + LAST + b"Content-Length: 80000000\r\n\r\n")
+        assert rest(sock).startswith(b"HTTP/1.1 401 ")
+        assert keyed.service.connections.count == before + 1
+        began = time.monotonic()
+        with contextlib.suppress(ConnectionError):
+            while time.monotonic() - began < 5:
+                sock.sendall(piece)
+        assert time.monotonic() - began < 5
+    keyed.wait(lambda: keyed.service.connections.count == before)
