@@ -53,9 +53,10 @@ log = logging.getLogger("octavo")
 HEADER_BYTES = 64 * 1024
 KEEP_ALIVE_SECONDS = 75
 """Longer than load balancers keep an idle connection, so that none of them writes to one that was just closed."""
-BACKLOG, AT_ONCE = 2048, 64
-"""Connections that wait to be accepted, and those accepted in one go. asyncio has one number for both: out of files, it
-would log an error for each of 2,048."""
+BACKLOG, AT_ONCE = 2048, 16
+"""Connections that wait to be accepted, and those accepted in one go. asyncio has one number for both. It accepts before
+it makes connections of what it accepted, and one that is dropped has its file for another turn of the loop: up to four
+goes are open beyond the limit of `connections`, which leaves OWN_FILES for them."""
 CLOSE_SECONDS = 1
 """For connections to end once their responses are complete."""
 GONE_SECONDS = 1.0
