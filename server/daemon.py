@@ -53,9 +53,10 @@ log = logging.getLogger("octavo")
 HEADER_BYTES = 64 * 1024
 KEEP_ALIVE_SECONDS = 75
 """Longer than load balancers keep an idle connection, so that none of them writes to one that was just closed."""
-BACKLOG, AT_ONCE = 2048, 64
-"""Connections that wait to be accepted, and those accepted in one go. asyncio has one number for both: out of files, it
-would log an error for each of 2,048."""
+BACKLOG, AT_ONCE = 2048, 16
+"""Connections that wait to be accepted, and those accepted in one go. asyncio has one number for both. It accepts
+before it makes connections of what it accepted, and one that is dropped keeps its file for another turn of the loop:
+up to four goes are open beyond the limit of `connections`, which leaves OWN_FILES for them."""
 CLOSE_SECONDS = 1
 """For connections to end once their responses are complete."""
 GONE_SECONDS = 1.0
@@ -160,9 +161,8 @@ class Daemon:
         sock: socket.socket,
         source: ModelSource,
         engine: EngineProcess,
-        spawn: Callable[[], EngineProcess],
     ) -> None:
-        """`engine`: the process that was begun already; `spawn` makes another where that dies."""
+        """`engine`: the process that was begun already; another is made where that dies."""
         self.service = make_service(settings, tuple(settings.served_model_name) or (source.name,))
         self._settings = settings
         self._source = source
@@ -171,7 +171,7 @@ class Daemon:
             self.service.client,
             settings.engine(),
             engine,
-            spawn,
+            EngineProcess,
             settings.max_engine_restarts,
             self.service.metrics.engine_restarts,
         )
