@@ -21,6 +21,7 @@ from model.params import Logprob, SamplingParams
 from scheduler.config import EngineConfig
 
 __all__ = [
+    "COUNTERS",
     "STACKS",
     "Abort",
     "EmbeddingConfig",
@@ -120,7 +121,7 @@ class RowError(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
-    """The engine as it stands after the step; counters never fall."""
+    """The engine as it stands after the step; COUNTERS never fall."""
 
     running: int
     waiting: int
@@ -160,6 +161,14 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     step_tokens: int
     """Drafts included."""
     step_rows: int
+
+
+COUNTERS = (
+    *("preemptions", "prefix_queried_tokens", "prefix_hit_tokens", "computed_tokens", "steps"),
+    *("drafts", "drafted_tokens", "accepted_tokens"),
+    *("failed_raised", "failed_memory", "failed_logits", "failed_grammar"),
+)
+"""Fields of EngineStats that only grow; the others are of the moment."""
 
 
 class StepOutput(msgspec.Struct, frozen=True, kw_only=True, tag="step"):

@@ -93,6 +93,8 @@ class ServerCollector(Collector):
         yield gauge("kv_active_tokens", "Tokens held in active blocks.", stats.tokens_active)
         yield gauge("connections", "Open connections.", service.connections.count)
         yield gauge("engine_up", "Whether the engine serves.", float(state in ("ready", "draining")))
+        asleep = float(state == "asleep")
+        yield gauge("engine_asleep", "Whether the engine was put to sleep.", asleep)
         yield gauge("step_stalled", "Whether the engine is silent with work pending.", float(state == "stalled"))
         yield gauge("build_info", "The version.", [({"version": VERSION}, 1)])
         if loaded is not None:

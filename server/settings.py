@@ -212,6 +212,12 @@ class Settings(BaseSettings):
         ge=0,
         le=1000,
     )
+    enable_sleep_mode: bool = flag(
+        False, "Server", "let POST /sleep end the engine and free its memory, until POST /wake_up starts another"
+    )
+    wake_on_request: bool = flag(
+        False, "Server", "let a request wake a server that sleeps, and wait for it, instead of getting 503"
+    )
     metrics_alias: Literal["vllm", "none"] = flag(
         "vllm", "Server", "names on /metrics beside octavo_*: vllm, what dashboards for vLLM read"
     )
