@@ -95,7 +95,7 @@ class Generation:
                     prompt_ids=job.prompt_ids,
                     params=job.params,
                     n=job.n,
-                    priority=job.priority,
+                    priority=max(job.priority, self._caller.priority),
                     tenant=self._caller.tenant,
                     weight=self._caller.weight,
                     salt=self._caller.salt,

@@ -69,6 +69,8 @@ class Caller:
     lease: Lease
     weight: float = 1.0
     """Share of the service that the tenant has, against other tenants' weights."""
+    priority: int = -(2**63)
+    """The least that its requests may have: they would pass all fairness with it."""
 
 
 @dataclass(slots=True)
@@ -137,7 +139,7 @@ class Service:
         key, salt = lease.key, (cache_salt or "").encode()
         if key is None:
             return Caller(user, salt, lease)
-        return Caller(key.name, key.digest + salt, lease, key.weight)
+        return Caller(key.name, key.digest + salt, lease, key.weight, key.priority)
 
     @staticmethod
     def owner(http: Request) -> bytes:

@@ -4,8 +4,8 @@
       ▲                   │ wake()                                                          │ wake()
       └───────────────────┴─────────────── ready ◀── another process, as after a death ◀────┘
 
-Connections, stored responses, keys and their limits stay; the prefix cache is gone. The weights lie in the system's page
-cache as long as it has no better use for it, so waking up takes what a restart takes.
+Connections, stored responses, keys and their limits stay; the prefix cache is gone. The weights lie in the page cache
+of the system, as long as that has no better use for it, so that waking up takes what a restart takes.
 """
 
 from __future__ import annotations
