@@ -222,7 +222,8 @@ class Connection(H11Protocol):
         self._unset_keepalive_if_required()
         self._disarm()
         self._deadline = self.loop.call_later(LINGER_SECONDS, self.transport.close)
-        self.transport.write_eof()
+        with contextlib.suppress(OSError):  # the client may have gone already
+            self.transport.write_eof()
         self.flow.resume_reading()
 
     def shutdown(self) -> None:
