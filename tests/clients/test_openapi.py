@@ -31,5 +31,5 @@ def test_every_answer_is_described(url: str, tmp_path: Path, capsys: pytest.Capt
     assert done.returncode == 0, done.stdout + done.stderr
     (generated,) = re.findall(r"([\d,]+) generated", done.stdout)
     with capsys.disabled():
-        print(f"\n{generated} cases")
+        sys.stdout.write(f"\n{generated} cases\n")
     assert int(generated.replace(",", "")) >= CASES

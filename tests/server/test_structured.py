@@ -178,6 +178,15 @@ async def test_checkers_that_do_not_start_are_tried_again(
     assert await structures.grammar(structure("regex", "a"))
 
 
+async def test_checkers_that_start_slowly_keep_nobody_waiting(
+    structures: Structures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiler, "START_SECONDS", 0.1)
+    monkeypatch.setattr(compiler, "COMMAND", (sys.executable, "-c", "import time; time.sleep(60)"))
+    with pytest.raises(Overloaded):
+        await structures.grammar(structure("regex", "a"))
+
+
 async def test_who_finds_no_turn_is_told_to_come_back(structures: Structures, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "WAIT_SECONDS", 0.2)
     await structures.grammar(structure("regex", "a"))
