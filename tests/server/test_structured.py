@@ -182,7 +182,7 @@ async def test_checkers_that_start_slowly_keep_nobody_waiting(
     structures: Structures, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compiler, "START_SECONDS", 0.1)
-    monkeypatch.setattr(compiler, "COMMAND", (sys.executable, "-c", "import time; time.sleep(60)"))
+    monkeypatch.setattr(compiler, "COMMAND", (sys.executable, "-c", "import time; time.sleep(5)"))
     with pytest.raises(Overloaded):
         await structures.grammar(structure("regex", "a"))
 
