@@ -37,6 +37,18 @@ PLAIN: dict[str, tuple[Any, ...]] = {
 """What use_beam_search goes together with: the model's own distribution, and an answer that comes as a whole."""
 MAX_IDS = 2**20
 """Token ids of one prompt, before the model's context is looked at."""
+OF_CHATS: dict[str, tuple[Any, ...]] = {
+    "messages": (),
+    "max_completion_tokens": (),
+    "top_logprobs": (0,),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "reasoning_effort": (),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+}
+"""Fields of a chat that ask for what a completion cannot give."""
 
 
 def _is_ids(value: list[Any]) -> bool:
@@ -101,6 +113,7 @@ class CompletionRequest(GenerationRequest):
         "chat_template": (),
         "modalities": (["text"],),
         "audio": (),
+        **OF_CHATS,
     }
 
     prompt: Prompts
