@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from kvpool.budget import PoolPlan, cpu_budget, format_bytes, given_budget, gpu_budget, plan_pool
-from kvpool.formats import FORMATS, KVLayout
+from kvpool.formats import KVLayout
 from kvpool.memory import available_memory
 from kvpool.storage import KVStorage
 from model.attention.base import Attention
@@ -99,8 +99,11 @@ def load_runner(options: RunnerOptions, progress: Progress = lambda stage, detai
     )
     max_tokens = options.max_num_batched_tokens or (512 if device.type == "cpu" else 8192)
     longest = _longest(config, options.max_model_len)
+    # Before minutes of loading: a format that does not fit the heads; and a budget that is too small, or more than there
+    # is, is the commonest mistake.
+    if config.native:
+        _layout(config, precision, options)
     if options.kv_cache_memory is not None:
-        # Before minutes of loading: a budget that is too small, or more than there is, is the commonest mistake.
         budget = given_budget(options.kv_cache_memory, available_memory() if device.type == "cpu" else None)
         if config.native:
             plan_pool(_layout(config, precision, options), budget, longest)
@@ -122,15 +125,7 @@ def load_runner(options: RunnerOptions, progress: Progress = lambda stage, detai
 
     layout = plan.layout
     try:
-        storage = KVStorage(
-            layout.num_layers,
-            plan.num_blocks,
-            layout.kv_heads,
-            layout.block_size,
-            layout.head_dim,
-            precision.kv,
-            device,
-        )
+        storage = KVStorage(layout, plan.num_blocks, device)
     except (RuntimeError, OSError) as error:
         raise ModelError(f"the KV cache of {format_bytes(plan.bytes)} cannot be allocated: {error}") from None
     runner = Runner(model, storage, max_tokens, kernels)
@@ -185,12 +180,12 @@ def warm_up(runner: Runner, count: int) -> None:
     runner.execute(Batch([Row(tokens, count, count - 1, 1, blocks, params)])).result()
 
 
-def profile(model: Model, layout: KVLayout, kv: torch.dtype, rows: int, count: int, device: torch.device) -> int:
+def profile(model: Model, layout: KVLayout, rows: int, count: int, device: torch.device) -> int:
     """Bytes of a GPU's memory in use, by anybody, at the peak of a step with `rows` sequences and `count` tokens.
 
     All blocks of the dummy step are one block: what is computed means nothing, what it takes does.
     """
-    storage = KVStorage(layout.num_layers, 2, layout.kv_heads, layout.block_size, layout.head_dim, kv, device)
+    storage = KVStorage(layout, 2, device)
     params = SamplingParams(max_tokens=1, seed=0, temperature=1.0, top_p=0.5)
     counts = [1] * (rows - 1) + [max(1, count - rows + 1)]
     batch = Batch([Row([0] * n, n, 0, n, [1] * layout.blocks_for(n), params) for n in counts])
@@ -208,8 +203,7 @@ def _plan(
     if device.type == "cuda":
         if options.kv_cache_memory is not None:
             return plan_pool(layout, given_budget(options.kv_cache_memory), longest)
-        kv = getattr(torch, layout.format.name)
-        used = profile(model, layout, kv, min(options.max_num_seqs, max_tokens), min(max_tokens, longest), device)
+        used = profile(model, layout, min(options.max_num_seqs, max_tokens), min(max_tokens, longest), device)
         torch.cuda.empty_cache()
         total = torch.cuda.mem_get_info(device)[1]
         return plan_pool(layout, gpu_budget(total, used, options.gpu_memory_utilization), longest)
@@ -220,8 +214,12 @@ def _plan(
 
 
 def _layout(config: ModelConfig, precision: Precision, options: RunnerOptions) -> KVLayout:
-    form = FORMATS[dtype_name(precision.kv)]
-    return KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, form, options.block_size)
+    form, dim = precision.kv, config.head_dim
+    if dim % form.head_multiple:
+        raise ModelError(
+            f"--kv-cache-dtype {form.name}: needs a head size that is a multiple of {form.head_multiple}, not {dim}"
+        )
+    return KVLayout(config.num_layers, config.num_kv_heads, dim, form, options.block_size)
 
 
 def _longest(config: ModelConfig, asked: int | None) -> int:

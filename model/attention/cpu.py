@@ -40,6 +40,7 @@ class CpuAttention:
             query.float().contiguous(),
             storage.k[layer],
             storage.v[layer],
+            storage.block_size,
             *inputs.packed(),
             scale,
             window or 0,
