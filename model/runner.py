@@ -99,8 +99,8 @@ def load_runner(options: RunnerOptions, progress: Progress = lambda stage, detai
     )
     max_tokens = options.max_num_batched_tokens or (512 if device.type == "cpu" else 8192)
     longest = _longest(config, options.max_model_len)
-    # Before minutes of loading: a format that does not fit the heads; and a budget that is too small, or more than there
-    # is, is the commonest mistake.
+    # Before minutes of loading: a format that does not fit the heads, and the commonest mistake: a budget that is too
+    # small, or more than there is.
     if config.native:
         _layout(config, precision, options)
     if options.kv_cache_memory is not None:

@@ -5,17 +5,12 @@
 
 #include <vector>
 
-#include "codes.h"
+#include "tiles.h"
 
 namespace OCTAVO_ISA {
 
-using octavo::Attended;
-using octavo::Kind;
-
-constexpr int KEYS = 64;    // keys of a tile
 constexpr int LANES = 48;   // most lanes of an item
 constexpr int FEW = 4;      // up to so many lanes are computed one by one
-constexpr int AHEAD = 2;    // blocks: how early memory is asked for what decode will read
 
 // Everything an item needs besides: one of these per thread.
 struct Scratch {
@@ -30,9 +25,6 @@ struct Scratch {
   alignas(64) float key_scale[KEYS], value_scale[KEYS];
   alignas(64) int8_t keys[KEYS * DIM], values[KEYS * DIM];
 };
-
-template <class Stored>
-constexpr bool CODED = std::is_same_v<Stored, int8_t>;
 
 // C [m, n] (+)= A B with B [k, n] and n a multiple of W; A(m, k) lies at a[m * am + k * ak].
 template <int M, int N>
@@ -74,99 +66,6 @@ inline void product(const float* a, int64_t am, int64_t ak, const float* b, int6
     product_rows<2, ROWS>(a, am, ak, b + n, bn, c + n, cn, rows, depth, add);
   for (; n < columns; n += W) product_rows<1, ROWS>(a, am, ak, b + n, bn, c + n, cn, rows, depth, add);
 }
-
-// The tile of the head in the block of key `position` of the item.
-inline int64_t tile_of(const Attended& t, const int64_t* table, int64_t head, int64_t position) {
-  return table[position / t.block_size] * t.kv_heads + head;
-}
-
-// Where key `position` of the item lies, as an offset in elements into the keys or values of the layer.
-inline int64_t place(const Attended& t, const Plane& p, const int64_t* table, int64_t head, int64_t position) {
-  return tile_of(t, table, head, position) * p.tile + position % t.block_size * p.row;
-}
-
-// Calls work(key of the tile, position, keys) for the keys of a tile, block by block.
-template <class Work>
-inline void each_block(const Attended& t, int64_t begin, int64_t count, Work work) {
-  for (int64_t key = 0, run; key < count; key += run) {
-    run = std::min(count - key, t.block_size - (begin + key) % t.block_size);
-    work(key, begin + key, run);
-  }
-}
-
-template <class Stored>
-inline void widen_tile(const Attended& t, const Plane& p, const int64_t* table, int64_t head, int64_t begin,
-                       int64_t count, Scratch& s, float* to) {
-  each_block(t, begin, count, [&](int64_t key, int64_t position, int64_t run) {
-    const Stored* from = (const Stored*)p.data + place(t, p, table, head, position);
-    if (CODED<Stored> && p.bits == 4) {
-      for (int64_t i = 0; i < run; i++) unpack((const uint8_t*)from + i * p.row, t.dim, s.keys + i * t.dim);
-      from = (const Stored*)s.keys;
-    }
-    for (int64_t i = 0; i < run * t.dim; i += W) store(to + key * t.dim + i, widen(from + i));
-  });
-}
-
-// Where the keys of a tile lie, as `place` gives it; from `last` on, always that one.
-inline void places(const Attended& t, const Plane& p, const int64_t* table, int64_t head, int64_t begin, int64_t last,
-                   int64_t* at) {
-  const int64_t count = std::clamp<int64_t>(last + 1 - begin, 0, KEYS);
-  each_block(t, begin, count, [&](int64_t key, int64_t position, int64_t run) {
-    // A division a block: one a key takes longer than all that is done with it.
-    const int64_t from = place(t, p, table, head, position);
-    for (int64_t i = 0; i < run; i++) at[key + i] = from + i * p.row;
-  });
-  std::fill(at + count, at + KEYS, count < KEYS ? place(t, p, table, head, last) : 0);
-}
-
-// Behind a block, the one that decode reads AHEAD blocks later; the last one of the item stays.
-inline int64_t later(const Attended& t, int64_t position, int64_t end) {
-  return std::min(position + AHEAD * t.block_size, end - 1);
-}
-
-// The scales of a tile's vectors, up to a multiple of W; and the memory of later ones is asked for.
-inline void read_scales(const Attended& t, const Plane& p, const int64_t* table, int64_t head, int64_t begin,
-                        int64_t end, float* to) {
-  each_block(t, begin, std::min<int64_t>(KEYS, end - begin), [&](int64_t key, int64_t position, int64_t run) {
-    const auto scales = [&](int64_t position) { return scales_of(p, tile_of(t, table, head, position), t.block_size); };
-    __builtin_prefetch(scales(later(t, position, end)));
-    const f16* from = scales(position) + position % t.block_size;
-    for (int64_t i = 0; i < run; i += W) store(to + key + i, widen(from + i));
-  });
-}
-
-// 4-bit codes of a tile as 8-bit ones, one vector behind the other.
-inline void unpack_tile(const Attended& t, const Plane& p, const int64_t* table, int64_t head, int64_t begin,
-                        int64_t end, int8_t* to) {
-  each_block(t, begin, std::min<int64_t>(KEYS, end - begin), [&](int64_t key, int64_t position, int64_t run) {
-    const uint8_t* from = (const uint8_t*)p.data + place(t, p, table, head, position);
-    const char* ahead = p.data + place(t, p, table, head, later(t, position, end) / t.block_size * t.block_size);
-    for (int64_t i = 0; i < run; i++) {
-      __builtin_prefetch(ahead + i * p.row);
-      unpack(from + i * p.row, t.dim, to + (key + i) * t.dim);
-    }
-  });
-}
-
-// A tile's keys, or values, for few lanes: element d of vector i is from[at[i] + d], and `ahead` what is asked for.
-template <class Stored>
-struct Tile {
-  const Stored* from;
-  int64_t at[KEYS], ahead[KEYS];
-
-  void open(const Attended& t, const Plane& p, const int64_t* table, int64_t head, int64_t begin, int64_t end,
-            int8_t* unpacked) {
-    if (CODED<Stored> && p.bits == 4) {
-      unpack_tile(t, p, table, head, begin, end, unpacked);
-      from = (const Stored*)unpacked;
-      for (int64_t i = 0; i < KEYS; i++) at[i] = ahead[i] = i * t.dim;
-      return;
-    }
-    from = (const Stored*)p.data;
-    places(t, p, table, head, begin, end - 1, at);
-    places(t, p, table, head, begin + AHEAD * t.block_size, end - 1, ahead);
-  }
-};
 
 // Adds to M lanes' dot products with W keys what the dims from d on say: 2 W of them, as pairs. Pairs of 16 bits are
 // transposed whole, and cost no instruction but a shift and a mask to widen.
@@ -338,19 +237,6 @@ inline void few_lanes(const Attended& t, const int64_t* table, int64_t head, int
   }
 }
 
-// Ask for the keys and values of the part'th of `parts` parts of a tile.
-template <class Stored>
-inline void fetch(const Attended& t, const int64_t* table, int64_t head, int64_t begin, int64_t end, int part,
-                  int parts) {
-  const int64_t count = std::min<int64_t>(KEYS, end - begin);
-  for (int64_t key = begin + count * part / parts; key < begin + count * (part + 1) / parts; key++)
-    for (const Plane* p : {&t.keys, &t.values}) {
-      const Stored* at = (const Stored*)p->data + place(t, *p, table, head, key);
-      for (int64_t d = 0; d < p->row; d += 64 / int64_t(sizeof(Stored))) __builtin_prefetch(at + d);
-      if (CODED<Stored>) __builtin_prefetch(scales_of(*p, tile_of(t, table, head, key), t.block_size));
-    }
-}
-
 // `lanes` is a multiple of W; `positions` [lanes] that of each lane's query.
 template <class Stored>
 inline void many_lanes(const Attended& t, const int64_t* table, int64_t head, int64_t begin, int64_t end, int lanes,
@@ -359,8 +245,8 @@ inline void many_lanes(const Attended& t, const int64_t* table, int64_t head, in
   const int64_t first = positions[0], last = *std::max_element(positions, positions + lanes);
   for (int64_t tile = begin; tile < end; tile += KEYS) {
     const int64_t count = std::min<int64_t>(KEYS, end - tile);
-    widen_tile<Stored>(t, t.keys, table, head, tile, count, s, s.key);
-    widen_tile<Stored>(t, t.values, table, head, tile, count, s, s.value);
+    widen_tile<Stored>(t, t.keys, table, head, tile, count, s.keys, s.key);
+    widen_tile<Stored>(t, t.values, table, head, tile, count, s.keys, s.value);
     if constexpr (CODED<Stored>) {
       read_scales(t, t.keys, table, head, tile, end, s.key_scale);
       read_scales(t, t.values, table, head, tile, end, s.value_scale);

@@ -104,7 +104,7 @@ octavo::Plane plane_of(const Tensor& tiles, int64_t kv_heads, int64_t block_size
   }
   const int64_t size = tiles.size(2), row = size / block_size - 2;
   const int bits = int(row * 8 / dim);
-  TORCH_CHECK((bits == 8 || (bits == 4 && dim % 16 == 0)) && size == block_size * (dim * bits / 8 + 2), name,
+  TORCH_CHECK(block_size % 16 == 0 && (bits == 8 || (bits == 4 && dim % 16 == 0)) && size == block_size * (dim * bits / 8 + 2), name,
               " must have tiles of 8-bit or 4-bit codes and their scales");
   return {pointer<char>(tiles), size, row, bits};
 }

@@ -46,7 +46,7 @@ def test_what_is_reported(folder: Path) -> None:
     assert loaded.kv_bytes_per_token == 2 * 4 * 2 * 32 * 4
     assert loaded.num_blocks == 4 * MIB // (16 * loaded.kv_bytes_per_token)
     assert loaded.kv_bytes == loaded.runner.storage.data.nbytes <= 4 * MIB
-    assert loaded.runner.storage.data.shape[2] == loaded.num_blocks
+    assert loaded.runner.storage.num_blocks == loaded.num_blocks
     assert (loaded.device, loaded.dtype, loaded.kv_cache_dtype, loaded.attention) == (
         "cpu",
         "float32",
