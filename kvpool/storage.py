@@ -1,4 +1,4 @@
-"""KVStorage: the pool's memory. It, `pages`, `plane`, `codes` and `rotation` are all of this room that knows torch."""
+"""KVStorage: the pool's memory. Of this room, it and what it is made of know torch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvpool.codes import Codec
+from kvpool.fit import KeyFit
 from kvpool.formats import KVLayout
 from kvpool.pages import zeroed
 from kvpool.plane import Plane
@@ -35,11 +36,15 @@ class KVStorage:
         key_tile, value_tile = layout.tile_bytes(form.key_bits), layout.tile_bytes(form.value_bits)
         split = num_blocks * layout.kv_heads * key_tile
         self.data = memory.view(layout.num_layers, -1)
+        self.fit: KeyFit | None = None
+        """Of 4-bit keys."""
         keys = self.data[:, :split].unflatten(1, (*shape, key_tile))
         values = self.data[:, split:].unflatten(1, (*shape, value_tile))
         if form.scale_bytes:
             self.keys = Plane(keys, size, dim, Codec(form.key_bits, unbiased=True))
             self.values = Plane(values, size, dim, Codec(form.value_bits, unbiased=False))
+            if self.keys.codec.rotated:
+                self.fit = KeyFit(layout.num_layers, layout.kv_heads, dim, device)
         else:
             dtype: torch.dtype = getattr(torch, form.name)
             self.data = memory.view(dtype).view(layout.num_layers, 2, *shape, size, dim)
@@ -64,7 +69,7 @@ class KVStorage:
     def write_at(self, layer: int, k: Tensor, v: Tensor, blocks: Tensor, offsets: Tensor) -> None:
         """As write(), at blocks and offsets int64 [T] from locate(). Values are rounded, or made codes of, as the
         format has it."""
-        self.keys.write(layer, k, blocks, offsets)
+        self.keys.write(layer, k if self.fit is None else self.fit.key(layer, k), blocks, offsets)
         self.values.write(layer, v, blocks, offsets)
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:

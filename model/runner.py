@@ -16,6 +16,7 @@ from model.attention.base import Attention
 from model.attention.cpu import CpuAttention
 from model.attention.reference import ReferenceAttention
 from model.batch import Batch, Row
+from model.calibration import TEXT, fit_keys
 from model.config import ModelConfig
 from model.config_reader import read_config
 from model.decoder import Decoder, Model
@@ -128,6 +129,11 @@ def load_runner(options: RunnerOptions, progress: Progress = lambda stage, detai
         storage = KVStorage(layout, plan.num_blocks, device)
     except (RuntimeError, OSError) as error:
         raise ModelError(f"the KV cache of {format_bytes(plan.bytes)} cannot be allocated: {error}") from None
+    if storage.fit is not None:
+        progress("kv cache", "fitting 4-bit keys to the model")
+        ids = load_tokenizer(source).encode(TEXT, add_special_tokens=True)[:longest]
+        with torch.inference_mode():
+            fit_keys(model, storage.fit, ids)
     runner = Runner(model, storage, max_tokens, kernels)
     progress("warm-up", "one step of each kind")
     warm_up(runner, min(max_tokens, max_model_len, plan.num_tokens, 64))

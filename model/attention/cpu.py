@@ -40,6 +40,7 @@ class CpuAttention:
             query.float().contiguous(),
             storage.k[layer],
             storage.v[layer],
+            None if storage.fit is None else storage.fit.layer(layer),
             storage.block_size,
             *inputs.packed(),
             scale,

@@ -150,6 +150,8 @@ def _attend(query: Tensor, storage: KVStorage, layer: int, group: Group, scale: 
     # [rows · kv_heads, shared · count, head_dim]: all queries that read the same keys are rows of one matrix.
     q = query.view(rows, count, kv_heads, shared, dim).permute(0, 2, 3, 1, 4).reshape(batch, shared * count, dim)
     q = q.float() * scale
+    if storage.fit is not None:
+        q = storage.fit.query(layer, q.view(rows, kv_heads, -1, dim)).view(q.shape)
     if _rotated(storage.keys):
         q = q @ rotation(dim, q.device).T
     k = storage.keys.read(layer, group.tiles).view(batch, group.keys, dim)

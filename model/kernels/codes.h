@@ -172,11 +172,25 @@ inline f16 encode_nibbles(const float* x, int64_t dim, bool unbiased, float brok
   return half_of(std::min(scale, 65504.0f) + broken);
 }
 
-// x [dim], a key or a value, becomes codes in a slot of a tile. Codes of 4 bits leave it rotated.
-inline void write_codes(const Plane& p, int64_t tile, int64_t block_size, int64_t slot, float* x, int64_t dim, bool key) {
+// What the fit of keys makes of a head's key, and of the queries that read it.
+inline void fit_key(const Plane& p, int64_t kv_heads, int64_t head, float* x, int64_t dim) {
+  const float *shift = p.fit + head * dim, *inverse = shift + kv_heads * dim;
+  for (int64_t d = 0; d < dim; d += W) store(x + d, (load<vf>(x + d) - load<vf>(shift + d)) * load<vf>(inverse + d));
+}
+
+inline void fit_query(const Plane& p, int64_t kv_heads, int64_t head, float* x, int64_t dim) {
+  const float* balance = p.fit + (2 * kv_heads + head) * dim;
+  for (int64_t d = 0; d < dim; d += W) store(x + d, load<vf>(x + d) * load<vf>(balance + d));
+}
+
+// x [dim], a key or a value of a head, becomes codes in a slot of a block. Codes of 4 bits leave it rotated.
+inline void write_codes(const Plane& p, int64_t block, int64_t kv_heads, int64_t head, int64_t block_size, int64_t slot,
+                        float* x, int64_t dim, bool key) {
+  const int64_t tile = block * kv_heads + head;
   char* to = p.data + tile * p.tile + slot * p.row;
   vf broken = {};
   for (int64_t d = 0; d < dim; d += W) broken += load<vf>(x + d) - load<vf>(x + d);
+  if (p.fit) fit_key(p, kv_heads, head, x, dim);
   if (p.bits == 4) rotate_code(x, dim);
   const f16 scale = p.bits == 4 ? encode_nibbles(x, dim, key, sum(broken), (uint8_t*)to)
                                 : encode_bytes(x, dim, sum(broken), (int8_t*)to);

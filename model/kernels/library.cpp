@@ -100,13 +100,22 @@ octavo::Plane plane_of(const Tensor& tiles, int64_t kv_heads, int64_t block_size
     kind_of(tiles, name);
     TORCH_CHECK(tiles.dim() == 4 && tiles.size(2) == block_size && tiles.size(3) == dim, name,
                 " must be [blocks, kv_heads, block_size, dim]");
-    return {pointer<char>(tiles), block_size * dim, dim, 0};
+    return {pointer<char>(tiles), block_size * dim, dim, 0, nullptr};
   }
   const int64_t size = tiles.size(2), row = size / block_size - 2;
   const int bits = int(row * 8 / dim);
   TORCH_CHECK(block_size % 16 == 0 && (bits == 8 || (bits == 4 && dim % 16 == 0)) && size == block_size * (dim * bits / 8 + 2), name,
               " must have tiles of 8-bit or 4-bit codes and their scales");
-  return {pointer<char>(tiles), size, row, bits};
+  return {pointer<char>(tiles), size, row, bits, nullptr};
+}
+
+// Keys with their fit [3, kv_heads, dim], of the first of so many layers.
+octavo::Plane keys_of(const Tensor& tiles, const optional<Tensor>& fit, int64_t layers, int64_t kv_heads,
+                      int64_t block_size, int64_t dim) {
+  octavo::Plane plane = plane_of(tiles, kv_heads, block_size, dim, "keys");
+  if (fit) plane.fit = pointer<float>(checked(*fit, at::kFloat, {layers, 3, kv_heads, dim}, "fit"));
+  TORCH_CHECK((plane.bits == 4) == fit.has_value(), "4-bit keys, and no others, have a fit");
+  return plane;
 }
 
 Kind pool_kind(const Tensor& tiles) { return tiles.scalar_type() == at::kByte ? Kind::int8 : kind_of(tiles, "keys"); }
@@ -171,9 +180,9 @@ struct Decoder : torch::CustomClassHolder {
   }
 
   // x [tokens, hidden] float32 becomes the residual stream after the last layer; keys and values go to the pool.
-  // keys and values: a plane of a layer behind the other. cos_sin: cos and sin [tokens, half] of each rotary table.
-  void forward(const Tensor& x, const Tensor& keys, const Tensor& values, int64_t block_size,
-               const std::vector<Tensor>& cos_sin, const Tensor& blocks, const Tensor& offsets,
+  // keys and values: a plane of a layer behind the other; fit [layers, 3, kv_heads, dim]. cos_sin: cos and sin [tokens, half] of each rotary table.
+  void forward(const Tensor& x, const Tensor& keys, const Tensor& values, const optional<Tensor>& fit,
+               int64_t block_size, const std::vector<Tensor>& cos_sin, const Tensor& blocks, const Tensor& offsets,
                const Tensor& row_starts, const Tensor& starts, const Tensor& counts, const Tensor& tables) {
     const octavo::Rows rows = rows_of(blocks, offsets, row_starts, starts, counts, tables);
     const int64_t tokens = rows.tokens;
@@ -181,9 +190,10 @@ struct Decoder : torch::CustomClassHolder {
     TORCH_CHECK(keys.size(0) == (int64_t)layers.size() && keys.scalar_type() == values.scalar_type() &&
                     keys.stride(0) == values.stride(0),
                 "the pool has another shape than the model");
-    const octavo::Pool kv{pool_kind(keys), block_size, plane_of(keys[0], g.kv_heads, block_size, g.dim, "keys"),
+    const octavo::Pool kv{pool_kind(keys), block_size,
+                          keys_of(keys[0], fit, keys.size(0), g.kv_heads, block_size, g.dim),
                           plane_of(values[0], g.kv_heads, block_size, g.dim, "values"),
-                          int64_t(keys.stride(0) * keys.element_size())};
+                          int64_t(keys.stride(0) * keys.element_size()), 3 * g.kv_heads * g.dim};
     std::vector<octavo::Rotary> rotaries;
     for (size_t i = 0; i + 1 < cos_sin.size(); i += 2) {
       const int64_t half = cos_sin[i].size(-1);
@@ -232,9 +242,9 @@ struct Decoder : torch::CustomClassHolder {
   }
 };
 
-// query [tokens, heads, dim] float32; keys and values: planes of one layer → as query.
-Tensor attention(const Tensor& query, const Tensor& keys, const Tensor& values, int64_t block_size,
-                 const Tensor& blocks, const Tensor& offsets, const Tensor& row_starts, const Tensor& starts,
+// query [tokens, heads, dim] float32; keys and values: planes of one layer; fit [1, 3, kv_heads, dim] → as query.
+Tensor attention(const Tensor& query, const Tensor& keys, const Tensor& values, const optional<Tensor>& fit,
+                 int64_t block_size, const Tensor& blocks, const Tensor& offsets, const Tensor& row_starts, const Tensor& starts,
                  const Tensor& counts, const Tensor& tables, double scale, int64_t window, double softcap) {
   const octavo::Rows rows = rows_of(blocks, offsets, row_starts, starts, counts, tables);
   const int64_t heads = query.size(1), dim = query.size(2), kv_heads = keys.size(1);
@@ -247,7 +257,7 @@ Tensor attention(const Tensor& query, const Tensor& keys, const Tensor& values, 
   Tensor out = at::empty_like(query);
   Tensor parts = at::empty({kernels.cut(rows, g, window, block_size, cut)}, at::kFloat);
   const octavo::Attended attended{pointer<float>(query), heads * dim, pointer<float>(out),
-                                  plane_of(keys, kv_heads, block_size, dim, "keys"),
+                                  keys_of(keys, fit, 1, kv_heads, block_size, dim),
                                   plane_of(values, kv_heads, block_size, dim, "values"), block_size, heads, kv_heads,
                                   dim, window, float(scale), float(softcap), pointer<float>(parts)};
   const Kind kind = pool_kind(keys);

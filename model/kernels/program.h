@@ -57,6 +57,7 @@ struct Plane {
   char* data;
   int64_t tile, row;  // from one tile, or vector, to the next: in numbers, or in bytes where there are codes
   int bits;           // of a code, 8 or 4; 0: plain numbers
+  const float* fit;   // of 4-bit keys: see kvpool/fit.py, [3, kv_heads, dim]; null: none
 };
 
 struct Pool {
@@ -64,8 +65,10 @@ struct Pool {
   int64_t block_size;
   Plane keys, values;   // of the first layer
   int64_t layer_bytes;  // from one layer's to the next layer's
+  int64_t layer_fit;    // the same of Plane::fit, in floats
   Plane layer(Plane first, int64_t number) const {
     first.data += number * layer_bytes;
+    if (first.fit) first.fit += number * layer_fit;
     return first;
   }
 };

@@ -56,14 +56,15 @@ inline void write_head(const Plane& p, int64_t tile, int64_t slot, const float* 
   for (int64_t d = 0; d < dim; d += W) narrow(to + d, load<vf>(from + d));
 }
 
-// A key or a value, to a slot of a tile; the pool may leave it rotated.
-inline void write_head(const octavo::Pool& pool, const Plane& p, int64_t tile, int64_t slot, float* from, int64_t dim,
-                       bool key) {
+// A head's key or value, to a slot of a block; codes may leave it rotated.
+inline void write_head(const octavo::Pool& pool, const Plane& p, int64_t block, int64_t kv_heads, int64_t head,
+                       int64_t slot, float* from, int64_t dim, bool key) {
+  const int64_t tile = block * kv_heads + head;
   switch (pool.kind) {
     case Kind::f32: return write_head<float>(p, tile, slot, from, dim);
     case Kind::f16: return write_head<f16>(p, tile, slot, from, dim);
     case Kind::bf16: return write_head<bf16>(p, tile, slot, from, dim);
-    case Kind::int8: return write_codes(p, tile, pool.block_size, slot, from, dim, key);
+    case Kind::int8: return write_codes(p, block, kv_heads, head, pool.block_size, slot, from, dim, key);
   }
 }
 
@@ -199,10 +200,10 @@ struct Step : octavo::Decode {
         }
       }
       for (int64_t head = 0; head < g.kv_heads; head++) {
-        const int64_t tile = rows.blocks[row] * g.kv_heads + head, slot = rows.offsets[row];
+        const int64_t block = rows.blocks[row], slot = rows.offsets[row];
         float* key = qkv + q + head * g.dim;
-        write_head(pool, pool.layer(pool.keys, number), tile, slot, key, g.dim, true);
-        write_head(pool, pool.layer(pool.values, number), tile, slot, key + kv, g.dim, false);
+        write_head(pool, pool.layer(pool.keys, number), block, g.kv_heads, head, slot, key, g.dim, true);
+        write_head(pool, pool.layer(pool.values, number), block, g.kv_heads, head, slot, key + kv, g.dim, false);
       }
     }
     meet(t, Phase::heads);
