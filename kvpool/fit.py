@@ -27,9 +27,12 @@ class KeyFit:
         self.data = torch.zeros(num_layers, 3, kv_heads, head_dim, device=device)
         self.data[:, 1:] = 1.0
 
-    def set(self, layer: int, keys: Tensor, squares: Tensor) -> None:
-        """keys [kv_heads, n, head_dim] of a layer; squares [kv_heads, head_dim]: mean of q² over their queries."""
-        shift = keys.mean(1)
+    def set(self, layer: int, keys: Tensor, squares: Tensor, *, centred: bool = True) -> None:
+        """keys [kv_heads, n, head_dim] of a layer; squares [kv_heads, head_dim]: mean of q² over their queries.
+
+        `centred` False, shift 0: where scores are capped, moving them all is no longer nothing.
+        """
+        shift = keys.mean(1) if centred else torch.zeros_like(keys[:, 0])
         key, query = (keys - shift.unsqueeze(1)).square().mean(1).sqrt(), squares.sqrt()
         key, query = (x.clamp(min=(LEAST * x.amax(-1, keepdim=True)).clamp(min=1e-30)) for x in (key, query))
         balance = (key / query).sqrt()

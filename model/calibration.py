@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from torch import Tensor
 
 from kvpool.fit import KeyFit
 from kvpool.formats import FORMATS, KVLayout
 from kvpool.storage import KVStorage
+from model.attention.base import Attention
 from model.attention.reference import ReferenceAttention
 from model.batch import Batch, Row
-from model.decoder import Decoder
+from model.decoder import Decoder, Model
 from model.inputs import InputBuilder, StepInputs
 from model.params import SamplingParams
 
@@ -60,30 +64,51 @@ class _Recorder(ReferenceAttention):
 
     def __init__(self) -> None:
         self.squares: dict[int, Tensor] = {}
+        self.capped = False
 
-    def __call__(self, query: Tensor, storage: KVStorage, layer: int, inputs: StepInputs, **more: object) -> Tensor:
+    def __call__(
+        self,
+        query: Tensor,
+        storage: KVStorage,
+        layer: int,
+        inputs: StepInputs,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
         kv_heads, dim = storage.k[layer].shape[1], query.shape[2]
-        self.squares[layer] = query.float().square().view(len(query), kv_heads, -1, dim).mean((0, 2))
-        return super().__call__(query, storage, layer, inputs, **more)  # type: ignore[arg-type]
+        self.squares[layer] = query.float().square().reshape(len(query), kv_heads, -1, dim).mean((0, 2))
+        self.capped = softcap is not None
+        return super().__call__(query, storage, layer, inputs, scale=scale, window=window, softcap=softcap)
 
 
-def fit_keys(model: Decoder, fit: KeyFit, tokens: list[int]) -> None:
-    """Run `tokens` as one sequence, in a pool of its own, and set `fit` to what its keys and queries were like.
-
-    `model`: of either kind; the layers run in torch, one by one.
-    """
+def fit_keys(model: Model, fit: KeyFit, tokens: list[int]) -> None:
+    """Run `tokens` as one sequence, in a pool of its own, and set `fit` to what its keys and queries were like."""
     tokens, config = tokens[:MOST], model.config
     blocks = list(range(1, 1 - (-len(tokens) // 16)))
     device = fit.data.device
     layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, FORMATS["float32"])
     storage = KVStorage(layout, 1 + len(blocks), device)
     row = Row(tokens, len(tokens), 0, len(tokens), blocks, SamplingParams(max_tokens=1, seed=0))
-    recorder, attention, fused = _Recorder(), model.attention, getattr(model, "fused", None)
-    try:
-        model.attention, model.fused = recorder, None
+    recorder = _Recorder()
+    with _attending(model, recorder):
         model.forward(InputBuilder(len(tokens), 16, device).build(Batch([row])), storage)
-    finally:
-        model.attention, model.fused = attention, fused
     for layer, squares in recorder.squares.items():
         keys = storage.k[layer][1:].transpose(0, 1).flatten(1, 2)[:, : len(tokens)]
-        fit.set(layer, keys, squares)
+        fit.set(layer, keys, squares, centred=not recorder.capped)
+
+
+@contextmanager
+def _attending(model: Model, attention: Attention) -> Iterator[None]:
+    """Layers run in torch, one by one, with this attention."""
+    own, fused = model.attention, None
+    try:
+        model.attention = attention
+        if isinstance(model, Decoder):
+            fused, model.fused = model.fused, None
+        yield
+    finally:
+        model.attention = own
+        if isinstance(model, Decoder):
+            model.fused = fused

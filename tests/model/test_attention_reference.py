@@ -22,7 +22,7 @@ from model.attention.reference import ReferenceAttention, clean, plan
 from model.batch import Batch, Row
 from model.inputs import InputBuilder, StepInputs
 from model.params import SamplingParams
-from tests.kvpool.poison import poison
+from tests.kvpool.poison import poison, randomise
 
 CPU = torch.device("cpu")
 PARAMS = SamplingParams(max_tokens=1, seed=0)
@@ -54,12 +54,16 @@ def scene(
     order = (torch.randperm(sum(needed), generator=generator) + 1).tolist()
     storage = KVStorage(KVLayout(2, kv_heads, dim, FORMATS[kv], size), sum(needed) + 1)
     poison(storage)
+    randomise(storage.fit)
     keys, values, batch = [], [], []
     for (start, count), blocks in zip(rows, needed, strict=True):
         table, order = order[:blocks], order[blocks:]
         length = start + count
         k, v = (torch.randn(length, kv_heads, dim, generator=generator) for _ in range(2))
-        keys.append(stored(storage.keys, k))
+        if storage.fit is None:
+            keys.append(stored(storage.keys, k))
+        else:  # what moves all scores alike is left out
+            keys.append(stored(storage.keys, storage.fit.key(LAYER, k)) * storage.fit.data[LAYER, 2])
         values.append(stored(storage.values, v))
         positions = torch.arange(length)
         slots = torch.tensor(table)[positions // size] * size + positions % size

@@ -21,7 +21,7 @@ from model.params import SamplingParams
 from model.precision import Precision
 from model.source import ModelSource
 from model.weights import WeightStore, open_weights
-from tests.kvpool.poison import poison
+from tests.kvpool.poison import poison, randomise
 from tests.model.conftest import FAMILIES
 from tests.model.parity import build
 
@@ -51,6 +51,7 @@ def hidden(
         model = Decoder(config, weights, ReferenceAttention(), precision, CPU, 64)
         storage = KVStorage(KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, precision.kv), 13)
         poison(storage)
+        randomise(storage.fit)
         out = []
         for rows in steps:
             step = inputs(rows)
