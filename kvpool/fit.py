@@ -46,7 +46,8 @@ class KeyFit:
     def key(self, layer: int, k: Tensor) -> Tensor:
         """[..., kv_heads, head_dim]"""
         shift, inverse, _ = self.data[layer]
-        return (k.float() - shift) * inverse
+        fitted: Tensor = (k.float() - shift) * inverse
+        return fitted
 
     def query(self, layer: int, q: Tensor) -> Tensor:
         """[..., kv_heads, queries, head_dim] of the queries that read each head."""

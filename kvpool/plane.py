@@ -27,7 +27,10 @@ class Plane:
         codes, scales = tiles, tiles[..., :0]
         if codec is not None:
             end = block_size * codec.code_bytes(head_dim)
-            codes, scales = tiles[..., :end].unflatten(-1, (block_size, -1)), tiles[..., end:].view(torch.float16)
+            codes, scales = (
+                tiles[..., :end].view(*tiles.shape[:3], block_size, -1),
+                tiles[..., end:].view(torch.float16),
+            )
         # Head and slot swapped, so that one index pair (block, offset) addresses all heads of a token.
         self._codes = codes.transpose(2, 3)
         self._scales = scales.transpose(2, 3)

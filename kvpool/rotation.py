@@ -26,5 +26,5 @@ def rotation(head_dim: int, device: torch.device) -> Tensor:
     while len(hadamard) < size:
         hadamard = torch.cat([torch.cat([hadamard, hadamard], 1), torch.cat([hadamard, -hadamard], 1)])
     signs = torch.tensor([1.0 - 2.0 * (SIGNS >> (255 - i % 256) & 1) for i in range(head_dim)])
-    blocks = torch.block_diag(*[hadamard / size**0.5] * (head_dim // size))
+    blocks: Tensor = torch.kron(torch.eye(head_dim // size), hadamard / size**0.5)
     return (blocks * signs).to(device)

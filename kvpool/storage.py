@@ -38,12 +38,12 @@ class KVStorage:
         self.data = memory.view(layout.num_layers, -1)
         self.fit: KeyFit | None = None
         """Of 4-bit keys."""
-        keys = self.data[:, :split].unflatten(1, (*shape, key_tile))
-        values = self.data[:, split:].unflatten(1, (*shape, value_tile))
+        keys = self.data[:, :split].view(layout.num_layers, *shape, key_tile)
+        values = self.data[:, split:].view(layout.num_layers, *shape, value_tile)
         if form.scale_bytes:
             self.keys = Plane(keys, size, dim, Codec(form.key_bits, unbiased=True))
             self.values = Plane(values, size, dim, Codec(form.value_bits, unbiased=False))
-            if self.keys.codec.rotated:
+            if form.key_bits == 4:
                 self.fit = KeyFit(layout.num_layers, layout.kv_heads, dim, device)
         else:
             dtype: torch.dtype = getattr(torch, form.name)
