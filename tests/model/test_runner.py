@@ -15,7 +15,8 @@ from model.batch import Batch, Row
 from model.config import ModelConfig, RopeConfig
 from model.errors import ModelError
 from model.kernels.build import available
-from model.runner import LoadedModel, RunnerOptions, _longest, load_runner
+from model.precision import choose_precision
+from model.runner import LoadedModel, RunnerOptions, _layout, _longest, load_runner
 from tests.model.conftest import TINY
 from tests.model.parity import GREEDY, Driver, build, expected, prompts
 
