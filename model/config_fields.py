@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,6 +13,8 @@ from model.errors import ModelError
 T = TypeVar("T")
 MAX_JSON = 1 << 22
 """Bytes of a config.json; real ones have a few thousand."""
+MAX_DEPTH = 64
+"""Nested arrays and objects: far below what overflows a recursive reader of what was read."""
 
 
 def read_json(path: Path, limit: int = MAX_JSON) -> dict[str, Any]:
@@ -33,8 +35,10 @@ def read_list(path: Path, limit: int = MAX_JSON) -> list[Any]:
 
 def _read(path: Path, limit: int) -> object:
     try:
+        if path.exists() and not path.is_file():  # opening a pipe would wait for its other end
+            raise ModelError(f"{path} cannot be read: it is no file")
         with path.open("rb") as file:
-            data = file.read(limit + 1)
+            data = file.read(min(limit, os.fstat(file.fileno()).st_size) + 1)
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror}") from None
     if len(data) > limit:
@@ -43,7 +47,20 @@ def _read(path: Path, limit: int) -> object:
         value: object = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is no JSON: {error}") from None
+    if depth(value) > MAX_DEPTH:
+        raise ModelError(f"{path} is nested more than {MAX_DEPTH} levels deep")
     return value
+
+
+def depth(value: object) -> int:
+    """Levels of arrays and objects in a JSON value, counted no further than just past MAX_DEPTH."""
+    levels = -1
+    level: list[Any] = [[value]]
+    while level and levels <= MAX_DEPTH:
+        levels += 1
+        inner = (child for entry in level for child in (entry.values() if isinstance(entry, dict) else entry))
+        level = [child for child in inner if isinstance(child, dict | list)]
+    return levels
 
 
 class Fields:
@@ -88,7 +105,7 @@ class Fields:
         value = self.values.get(key)
         if not isinstance(value, list) or len(value) != length:
             raise self.bad(key, f"a list of {length} numbers")
-        if not all(type(item) in (int, float) and math.isfinite(item) and low <= item <= high for item in value):
+        if not all(type(item) in (int, float) and low <= item <= high for item in value):
             raise self.bad(key, f"a list of numbers from {low:g} to {high:g}")
         return [float(item) for item in value]
 

@@ -12,6 +12,7 @@ Granite multiplies what is added to x. Everything else is in `ModelConfig`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 import torch
@@ -27,6 +28,9 @@ from model.layers import Embedding, gated
 from model.precision import Precision
 from model.rope import RopeTable, rotate
 from model.weights import WeightStore
+
+LOADERS = 2
+"""Layers that are read at once: dequantising in numpy keeps one core busy, and memory holds each in several forms."""
 
 
 class Model(Protocol):
@@ -63,27 +67,28 @@ class Decoder:
         max_model_len: int,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
-        """Read, fuse and convert one layer at a time; `progress` is told (layers done, layers).
+        """Read, fuse and convert the layers, LOADERS at a time; `progress` is told (layers done, layers).
 
         Raises ModelError where a weight is missing or has the wrong shape.
         """
         self.config = config
         self.attention = attention
         loader = LayerLoader(config, weights, precision, device)
-        table, head = loader.ends()
-        self.embedding = Embedding(table, loader.embedding_multiplier(), precision)
-        self.head = head
-        self.norm = loader.norm("model.norm.weight", config.hidden_size)
         self.layers: list[Layer] = []
-        for number in range(config.num_layers):
-            self.layers.append(loader.layer(number))
-            progress(number + 1, config.num_layers)
+        with ThreadPoolExecutor(LOADERS) as pool:
+            ends = pool.submit(loader.ends)
+            for layer in pool.map(loader.layer, range(config.num_layers)):
+                self.layers.append(layer)
+                progress(len(self.layers), config.num_layers)
+            table, self.head, ends_bytes = ends.result()
+        self.embedding = Embedding(table, loader.embedding_multiplier(), precision)
+        self.norm = loader.norm("model.norm.weight", config.hidden_size)
         ropes = [config.rope, *([config.local_rope] if config.local_rope is not None else [])]
         self.ropes = [
             RopeTable(rope, config.head_dim, config.max_position_embeddings, max_model_len, device) for rope in ropes
         ]
         self.rope_switch = next((rope.switch for rope in self.ropes if rope.switch is not None), None)
-        self.weight_bytes = loader.bytes
+        self.weight_bytes = ends_bytes + self.norm.nbytes + sum(layer.nbytes for layer in self.layers)
         self.fused = FusedLayers.of(config, self.layers, precision)
         self.reads_unwritten = self.fused is None and attention.reads_unwritten
 

@@ -13,6 +13,7 @@ import mmap
 import os
 import struct
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,9 @@ MAX_STRINGS = 1 << 22
 """Strings in all arrays together: each becomes a Python object that is bigger than its bytes in the file."""
 MAX_DIM = 1 << 40
 MAX_ALIGNMENT = 1 << 16
-CHUNK_ELEMENTS = 1 << 20
-"""How much is dequantised at a time: 4 MiB of float32."""
+CHUNK_ELEMENTS = 1 << 15
+"""How much is dequantised at a time: 128 KiB of float32. Its passes stay in the second cache, and its temporaries below
+what the C library asks the kernel for anew each time: twice as fast as with 4 MiB."""
 
 _SCALARS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
 _STRING, _ARRAY = 8, 9
@@ -61,6 +63,11 @@ class GGUFTensor:
     @property
     def row_bytes(self) -> int:
         return self.row_elements // self.format.elements * self.format.bytes
+
+    @property
+    def end(self) -> int:
+        """One past its last byte in the file."""
+        return self.start + self.num_rows * self.row_bytes
 
 
 class _Cursor:
@@ -184,11 +191,14 @@ class GGUFFile:
         data_start = -(-cursor.at // alignment) * alignment
         for name, shape, format_, offset in infos:
             tensor = GGUFTensor(name, shape, format_, data_start + offset)
-            if tensor.start + tensor.num_rows * tensor.row_bytes > len(self._data):
+            if tensor.end > len(self._data):
                 raise ModelError(f"the tensor {name} ends behind the end of the file; is the download complete?")
             if name in self.tensors:
                 raise ModelError(f"the tensor {name} is there twice")
             self.tensors[name] = tensor
+        for before, after in pairwise(sorted(self.tensors.values(), key=lambda tensor: tensor.start)):
+            if before.end > after.start:
+                raise ModelError(f"the tensors {before.name} and {after.name} overlap")
 
     @staticmethod
     def _tensor_info(cursor: _Cursor, alignment: int) -> tuple[str, tuple[int, ...], BlockFormat, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -34,9 +34,14 @@ class Layer:
     rope: int | None
     """Index of the layer's rotary table."""
 
+    @property
+    def nbytes(self) -> int:
+        parts = (getattr(self, field.name) for field in fields(self))
+        return sum(getattr(part, "nbytes", 0) for part in parts)
+
 
 class LayerLoader:
-    """Builds the parts of a Decoder from named tensors. Holds no tensor but the one at hand."""
+    """Builds the parts of a Decoder from named tensors. Holds no tensor but the one at hand; threads may share it."""
 
     def __init__(self, config: ModelConfig, weights: WeightStore, precision: Precision, device: torch.device) -> None:
         self.config = config
@@ -45,10 +50,9 @@ class LayerLoader:
         self.device = device
         self.names = weights.names()
         self.style: NormStyle = "cast_then_scale" if config.norms == "pre" else "scale_then_cast"
-        self.bytes = 0
 
-    def ends(self) -> tuple[Tensor, Head]:
-        """The embedding table and the LM head, which are one tensor where the model ties them."""
+    def ends(self) -> tuple[Tensor, Head, int]:
+        """The embedding table and the LM head, which are one tensor where the model ties them; bytes of both."""
         config = self.config
         table = self.tensor("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
         if table.dtype.itemsize > self.precision.weights.itemsize:
@@ -59,8 +63,7 @@ class LayerLoader:
         head = Head(weight, None, self.precision)
         packed = isinstance(head.linear, PackedLinear | KernelLinear)
         shared = tied and not packed and table.dtype == self.precision.weights
-        self.bytes += head.nbytes if shared else table.nbytes + head.nbytes
-        return table, head
+        return table, head, head.nbytes if shared else table.nbytes + head.nbytes
 
     def embedding_multiplier(self) -> float:
         """Gemma rounds its multiplier to the type of the activations; in float32 that changes nothing."""
@@ -130,9 +133,7 @@ class LayerLoader:
         biases = [self.tensor(f"{prefix}{name}.bias", rows) for name, rows in parts.items()] if bias else []
         weight = torch.cat(weights)  # copies a single one too: a view of the file would keep all of it mapped
         del weights
-        linear = make_linear(weight, torch.cat(biases) if biases else None, self.precision, gated=gated)
-        self.bytes += linear.nbytes
-        return linear
+        return make_linear(weight, torch.cat(biases) if biases else None, self.precision, gated=gated)
 
     def norm(self, name: str, size: int) -> RMSNorm:
         return self._rms(self.tensor(name, size))
@@ -144,9 +145,7 @@ class LayerLoader:
         return self._rms(torch.cat([q.expand(config.num_heads, -1), k.expand(config.num_kv_heads, -1)]))
 
     def _rms(self, weight: Tensor) -> RMSNorm:
-        norm = RMSNorm(weight, self.config.norm_eps, self.config.norm_offset, self.style, self.precision.compute)
-        self.bytes += norm.nbytes
-        return norm
+        return RMSNorm(weight, self.config.norm_eps, self.config.norm_offset, self.style, self.precision.compute)
 
     def tensor(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """A tensor of the checkpoint on the model's device; `dtype` None: as it is stored."""

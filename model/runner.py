@@ -136,7 +136,7 @@ def load_runner(options: RunnerOptions, progress: Progress = lambda stage, detai
             fit_keys(model, storage.fit, ids)
     runner = Runner(model, storage, max_tokens, kernels)
     progress("warm-up", "one step of each kind")
-    warm_up(runner, min(max_tokens, max_model_len, plan.num_tokens, 64))
+    warm_up(runner, min(max_tokens, max_model_len, plan.num_tokens, layout.block_size))
     return LoadedModel(
         runner=runner,
         model_config=model.config,

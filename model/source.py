@@ -20,6 +20,7 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w-][\w.-]*")
 HUB_FILES = ["*.safetensors", "*.json", "tokenizer*", "*.jinja"]
 HUB_DUPLICATES = ["[!1]*/*", "consolidated*"]
 """The same weights once more, for other programs. The folder 1_Pooling of an embedding model holds none."""
+POOLING = "1_Pooling"
 QUANTISATION_SUFFIX = re.compile(r"[.-](?:I?Q\d\w*|B?F16|F32)$", re.IGNORECASE)
 PICKLED = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
 PICKLE_REFUSED = "pickled weights can run code when loaded, so they are refused; convert them to safetensors"
@@ -39,7 +40,7 @@ class ModelSource:
 def resolve(model: str | None) -> ModelSource:
     """Find a model. None is the demo model; only what looks like `owner/name` is looked up on the hub.
 
-    Raises ModelNotFound with one line.
+    Raises ModelNotFound, or ModelError for a folder whose files lie elsewhere; one line.
     """
     if model is None:
         return _demo()
@@ -83,8 +84,10 @@ def _folder(path: Path, name: str) -> ModelSource:
     suffixes = {Path(file).suffix for file in files}
     ggufs = [file for file in files if file.endswith(".gguf")]
     if "config.json" in files and ".safetensors" in suffixes:
+        _check_links(path, files)
         return ModelSource("folder", path, name)
     if len(ggufs) == 1:
+        _check_links(path, ggufs)
         return _file(path / ggufs[0])
     if ggufs:
         raise ModelNotFound(f"{path} holds {len(ggufs)} .gguf files; name one of them, e.g. {path / ggufs[0]}")
@@ -92,6 +95,23 @@ def _folder(path: Path, name: str) -> ModelSource:
         raise ModelNotFound(f"{path}: {PICKLE_REFUSED}")
     missing = "config.json" if "config.json" not in files else "safetensors weights"
     raise ModelNotFound(f"the folder {path} holds no model: it has no {missing}")
+
+
+def _check_links(folder: Path, files: list[str]) -> None:
+    """No file of a model may lead elsewhere: who made the folder would choose what is read of this machine.
+
+    The hub's cache keeps the content of its snapshots beside them, in `blobs`.
+    """
+    root = folder.resolve()
+    roots = [root, *([root.parents[1] / "blobs"] if root.parent.name == "snapshots" else [])]
+    inner = [f"{POOLING}/{name}" for name in os.listdir(folder / POOLING)] if (folder / POOLING).is_dir() else []
+    for name in (*files, *inner):
+        try:
+            target = (folder / name).resolve()
+        except (OSError, RuntimeError):  # links in a circle
+            target = Path()
+        if not any(target.is_relative_to(known) for known in roots):
+            raise ModelError(f"{folder}: {name} is a link to something outside the folder")
 
 
 def _hub(model: str) -> ModelSource:

@@ -36,7 +36,10 @@ class ByteDecoder:
             elif kind == "ByteFallback":
                 self._byte_tokens = True
             elif kind == "Replace" and isinstance(pattern, dict) and isinstance(pattern.get("String"), str):
-                self._replacements.append((pattern["String"], str(step.get("content", ""))))
+                old, new = pattern["String"], str(step.get("content", ""))
+                if len(new) > len(old):  # a few of these in a row, and one token is gigabytes of text
+                    raise ModelError(f"{where}: the decoder replaces a text by a longer one")
+                self._replacements.append((old, new))
             elif kind == "Metaspace":
                 self._replacements.append((str(step.get("replacement", "▁")), " "))
                 self.strips_leading_space = step.get("prepend_scheme", "always") != "never"

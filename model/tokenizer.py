@@ -16,7 +16,7 @@ from model.gguf_tokenizer import gguf_parts
 from model.source import ModelSource
 from model.token_bytes import ByteDecoder
 from model.tokenizer_folder import folder_parts
-from model.tokenizer_parts import GenerationDefaults, TokenizerParts
+from model.tokenizer_parts import MAX_VOCAB, GenerationDefaults, TokenizerParts
 
 __all__ = ["GenerationDefaults", "Tokenizer", "TokenizerParts", "load_tokenizer"]
 
@@ -37,6 +37,8 @@ class Tokenizer:
         self.special_ids = frozenset(id_ for id_, token in added.items() if token.special)
         self.vocab_size = max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         """One more than the largest id that has a token. The model may have more logits, and ids may be missing."""
+        if self.vocab_size > MAX_VOCAB:
+            raise ModelError(f"{where}: a token has the id {self.vocab_size - 1}; the limit is {MAX_VOCAB - 1}")
         self.special_tokens = dict(parts.special_tokens)
         self.chat_templates = dict(parts.chat_templates)
         self.generation_defaults = parts.generation_defaults

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging
 
@@ -33,8 +33,10 @@ from model.errors import ModelError
 from model.inputs import InputBuilder, StepInputs
 from model.params import SamplingParams
 from model.precision import Precision, dtype_name
+from model.transformers_config import transformers_config
 from model.transformers_head import Given, head_only
 from model.transformers_rope import follow_lengths, lengths
+from model.weights import SafetensorsStore
 
 NAME = "octavo"
 CHECKED = (19, 14)
@@ -232,7 +234,8 @@ def load_transformers(
     """Load a folder of safetensors through transformers' classes, never code from the folder. Raises ModelError."""
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     try:
-        theirs = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        SafetensorsStore(path, config)  # every header, and that the index names files in the folder
+        theirs = transformers_config(path)
         kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(theirs)]
         if not kind._supports_attention_backend:
             raise ModelError(

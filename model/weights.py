@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from model.config import ModelConfig
 from model.config_fields import read_json
@@ -19,6 +21,8 @@ from model.source import ModelSource
 from model.tensor_shapes import Shape, check_shapes
 
 MAX_INDEX = 1 << 26
+MAX_HEADER = 1 << 24
+"""Bytes of a safetensors file's header, which becomes objects several times its size; real ones have up to 4 MB."""
 MULTIMODAL_PREFIXES = ("model.language_model.", "language_model.model.")
 """Where Gemma 3's image models keep the text decoder: as transformers saves it now, and as it did."""
 OTHER_MODALITIES = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
@@ -85,10 +89,9 @@ class SafetensorsStore:
     def _open(self, file_name: str) -> Any:
         if file_name not in self._files:
             path = self._folder / file_name
-            try:
+            with _unreadable(path):
+                _check_header(path)
                 self._files[file_name] = safe_open(path, framework="pt", device="cpu")
-            except (SafetensorError, OSError) as error:
-                raise ModelError(f"{path} cannot be read: {error}") from None
         return self._files[file_name]
 
     def names(self) -> set[str]:
@@ -96,11 +99,13 @@ class SafetensorsStore:
 
     def shape(self, name: str) -> Shape:
         file, stored = self._locate(name)
-        return tuple(file.get_slice(stored).get_shape())
+        with _unreadable(self._folder, name):
+            return tuple(file.get_slice(stored).get_shape())
 
     def get(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         file, stored = self._locate(name)
-        tensor: torch.Tensor = file.get_tensor(stored)
+        with _unreadable(self._folder, name):
+            tensor: torch.Tensor = file.get_tensor(stored)
         if not tensor.is_floating_point():
             raise ModelError(f"{self._folder}: the tensor {name} is of the type {tensor.dtype}, which is no float")
         return tensor if dtype is None else tensor.to(dtype)
@@ -110,6 +115,26 @@ class SafetensorsStore:
             raise ModelError(f"{self._folder}: the tensor {name} is missing")
         file_name, stored = self._where[name]
         return self._open(file_name), stored
+
+
+def _check_header(path: Path) -> None:
+    """The library checks the rest: names, types, shapes, and that the data lies in order, without gaps or overlaps."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+    if length > MAX_HEADER:
+        raise ModelError(f"{path} claims a header of {length} bytes; the limit is {MAX_HEADER}")
+
+
+@contextmanager
+def _unreadable(path: Path, tensor: str = "") -> Iterator[None]:
+    """Whatever the library raises means that the file is none."""
+    try:
+        yield
+    except ModelError:
+        raise
+    except Exception as error:
+        what = f"{path}: the tensor {tensor[:256]}" if tensor else f"{path}"
+        raise ModelError(f"{what} cannot be read: {error}") from None
 
 
 def _decoder_name(stored: str, config: ModelConfig) -> str | None:
@@ -126,7 +151,7 @@ def _decoder_name(stored: str, config: ModelConfig) -> str | None:
 
 
 class GGUFStore:
-    """A GGUF file's tensors, dequantised as they are asked for, a few MiB at a time."""
+    """A GGUF file's tensors, dequantised as they are asked for, some rows at a time."""
 
     def __init__(self, path: Path, config: ModelConfig) -> None:
         self._file = GGUFFile(path)

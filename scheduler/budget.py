@@ -15,6 +15,11 @@ MAX_SLOWDOWN = 2.2
 usual gaps, and neither the estimate nor the machine is steady."""
 MIN_SLOWDOWN = 2.0
 """A step that is longer than the target anyway still does so much prompt work, relative to itself."""
+PATIENCE, MAX_PATIENCE = 4.0, 4.0
+"""What makes a step longer costs every stream that time, and gives it to every prompt that waits for its first token.
+Waiting for that is worth so many times the wait for a next one, and a step takes at most so many times what it would
+beside a single prompt. Many prompts are served sooner this way, and all of them in less time: a step with more rows, or
+with a longer chunk, reads the same weights."""
 ALONE_SLOWDOWN = 5.0
 """Where no stream waits, a step may take so many times what it costs to read the weights once, whatever the target:
 shorter chunks would spend most of their time on that reading."""
@@ -71,8 +76,9 @@ class Budget:
     """Seconds; needs `cost`."""
     cost: CostModel | None = None
 
-    def purse(self, rows: int, context: int) -> Purse:
-        """What is left for prompts beside `rows` decoding rows that read `context` tokens."""
+    def purse(self, rows: int, context: int, prompts: int = 1) -> Purse:
+        """What is left for `prompts` that wait for a first token, beside `rows` decoding rows that read `context`
+        tokens."""
         tokens = self.tokens - rows
         cost = self.cost
         if cost is None:
@@ -80,6 +86,7 @@ class Budget:
         alone = cost.decode_seconds(rows, context)
         if rows:
             allowed = min(max(self.target, MIN_SLOWDOWN * alone), MAX_SLOWDOWN * alone)
+            allowed *= min(max(1.0, PATIENCE * (prompts - 1) / rows), MAX_PATIENCE)
         else:
             allowed = max(self.target, ALONE_SLOWDOWN * alone)
         prices = cost.token_seconds, cost.pair_seconds, cost.reach_seconds

@@ -14,7 +14,7 @@ from llguidance import LLMatcher
 
 from model.grammar import Grammars
 from scheduler.messages import Abort, Submit, ToEngine
-from scheduler.sequence import Request
+from scheduler.sequence import Phase, Request
 
 IDLE_SECONDS = 0.005
 """How long an engine with nothing else to do waits for a compilation before it looks at its messages again."""
@@ -68,6 +68,8 @@ class Compiling:
         if error is not None:
             return f"grammar: {error}"
         for sequence in request.sequences:
+            if sequence.phase is Phase.FINISHED:
+                continue
             matcher = self._grammars.matcher(compiled.result(), request.prompt_len, request.params.stop_token_ids)
             matcher.follow(sequence.tokens)
             sequence.matcher = matcher

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from model.batch import Row
+from scheduler import isolation
 from scheduler.messages import EngineStats
 from scheduler.policy import SchedulerState
 
@@ -19,10 +22,23 @@ class Counters:
     drafts: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    failed_raised: int = 0
+    failed_memory: int = 0
+    failed_logits: int = 0
+    failed_grammar: int = 0
     steps: int = 0
     step_seconds: float = 0.0
     step_tokens: int = 0
     step_rows: int = 0
+
+    def step(self, rows: Sequence[Row], outcome: isolation.Outcome, seconds: float) -> None:
+        """One more was collected."""
+        self.steps += 1
+        self.step_rows = len(rows)
+        self.step_seconds = seconds
+        for reason in outcome.reasons(rows):
+            name = f"failed_{reason}"
+            setattr(self, name, getattr(self, name) + 1)
 
     def stats(self, state: SchedulerState, unborn: int) -> EngineStats:
         """With the state as it is now. `unborn`: sequences that wait for their leader."""
@@ -43,6 +59,10 @@ class Counters:
             drafts=self.drafts,
             drafted_tokens=self.drafted_tokens,
             accepted_tokens=self.accepted_tokens,
+            failed_raised=self.failed_raised,
+            failed_memory=self.failed_memory,
+            failed_logits=self.failed_logits,
+            failed_grammar=self.failed_grammar,
             steps=self.steps,
             step_seconds=self.step_seconds,
             step_tokens=self.step_tokens,

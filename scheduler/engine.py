@@ -31,6 +31,8 @@ Message = Submit | Abort
 
 FAILED = "the model failed on this request"
 """All that a client learns of an exception, whose words may be private; `isolation` logs it."""
+RESERVED_SECONDS = 30.0
+"""How long a seat that somebody had to give up is left to claims."""
 MAX_FAILED_STEPS = 8
 """After so many steps in a row without one good row the runner is taken for broken, and step() raises."""
 
@@ -116,12 +118,13 @@ class Engine:
                 self._report.end(submit.id, index, FinishReason.ERROR, refused)
             return
         self._requests[request.id] = request
+        self._state.tenants.join(request.tenant, submit.weight)
         self._unborn += len(request.unborn)
         self._state.closed = False
         for sequence in request.sequences:
             if sequence.phase is Phase.WAITING:
                 self._state.waiting.add(sequence)
-                finish = self._finish(sequence) if sequence.generated > 0 else FinishReason.RUNNING
+                finish = sequence.finish if sequence.generated > 0 else FinishReason.RUNNING
                 if finish is not FinishReason.RUNNING:  # It had ended before it was resumed.
                     self._report.end(request.id, sequence.index, finish)
                     self._release(sequence)
@@ -142,11 +145,15 @@ class Engine:
         """A plan that can be executed as it is; makes room for it first."""
         state = self._state
         now = self._clock()
+        state.tenants.settle(now)
         while True:
             step = plan(state, self._budget, now)
+            if step.scarce:
+                state.reserved = now + RESERVED_SECONDS
             if step.victim is None:
                 break
-            self._preempt(step.victim)
+            self._preempt(step.victim, yields=step.claimed is not None)
+        state.rested = step.rested
         state.closed = step.closed or (state.closed and bool(state.running))
         if step.passed is not None:
             step.passed.bypasses += len(step.admitted)
@@ -200,11 +207,9 @@ class Engine:
         outcome = isolation.collect(self._executor, flight.batch, flight.pending)
         seconds = self._clock() - flight.launched
         counters = self._counters
-        counters.steps += 1
         rows = flight.batch.rows
-        counters.step_seconds = seconds
+        counters.step(rows, outcome, seconds)
         counters.step_tokens = flight.work.rows + flight.work.prefill
-        counters.step_rows = len(rows)
         failures = outcome.failures
         if failures:
             self._failed_steps = self._failed_steps + 1 if len(failures) == len(rows) else 0
@@ -229,12 +234,17 @@ class Engine:
             if BAD_GRAMMAR in drawn[:1]:
                 self._fail(sequence, (sequence.matcher and sequence.matcher.error) or FAILED)
                 continue
+            request, new = sequence.request, 0
             if count > 1 or row.start < sequence.prompt_len:
                 counters.computed_tokens += count
-            request = sequence.request
+                new = request.bill(row.start, row.start + count)
+            self._state.tenants.charge(request.tenant, new, len(drawn))
             self._advance(sequence, count)
             if request.prompt_values is not None:
-                self._collect_prompt(request, row.start, sequence.num_computed, result.prompt_logprobs[number])
+                values = result.prompt_logprobs[number]
+                whole = request.collect_prompt(row.start, sequence.num_computed, values)
+                if whole is not None:
+                    self._report.prompt_logprobs.append(PromptLogprobs(request.id, whole))
             if drawn:
                 self._draw(sequence, drawn, result.logprobs[number])
                 if row.draft:
@@ -267,22 +277,13 @@ class Engine:
             if sequence.phase is Phase.FINISHED:
                 break
 
-    def _collect_prompt(self, request: Request, start: int, end: int, values: list[Logprob] | None) -> None:
-        """Keep what is new: after a preemption positions are computed again. Send once complete."""
-        kept = request.prompt_values
-        assert kept is not None
-        if values is not None:
-            kept += values[len(kept) - start :] if len(kept) > start else values
-        if end >= request.prompt_len:
-            self._report.prompt_logprobs.append(PromptLogprobs(request.id, kept))
-            request.prompt_is_sent()
-
     def _pool(self, sequence: Sequence, pooled: Vector) -> None:
         """Keep what the prompt comes to so far; at its end send it, and be done."""
         request = sequence.request
         request.pooled = pooled
         if sequence.num_computed == request.prompt_len:
             if (vector := request.vector()) is None:
+                self._counters.failed_logits += 1
                 self._fail(sequence, "the model's hidden states for this request are not finite")
                 return
             self._report.vector(request.id, vector)
@@ -297,7 +298,7 @@ class Engine:
             self._release(sequence)
             return
         sequence.tokens.append(token)
-        finish, matcher = self._finish(sequence), sequence.matcher
+        finish, matcher = sequence.finish, sequence.matcher
         complete = matcher is not None and finish != FinishReason.STOP and matcher.follow(sequence.tokens)
         self._report.token(sequence, token, 0 if complete else int(finish), logprob)
         if complete:  # Whole also where it has just reached its limit; the token belongs to the text.
@@ -307,26 +308,21 @@ class Engine:
         elif len(sequence.tokens) - 1 == self._state.limits.rope_switch:
             self._restart(sequence)
 
-    def _finish(self, sequence: Sequence) -> FinishReason:
-        """Whether the last token ends it."""
-        params = sequence.request.params
-        if sequence.tokens[-1] in params.stop_token_ids and sequence.generated > params.min_tokens:
-            return FinishReason.STOP
-        return FinishReason.LENGTH if len(sequence.tokens) >= sequence.limit else FinishReason.RUNNING
-
     # ---- changes of phase ----
 
-    def _preempt(self, sequence: Sequence) -> None:
-        """Release and recompute: back to the head of its queue. What it computed stays findable for a while."""
+    def _preempt(self, sequence: Sequence, yields: bool = False) -> None:
+        """Release and recompute: back to the head of its queue. What it computed stays findable for a while.
+        `yields`: to another tenant, and not because the pool ran out."""
         self._state.running.remove(sequence)
         self._state.pool.release(sequence.table)
         sequence.num_computed = 0
         sequence.shared = 0
         sequence.preempted = True
-        sequence.preemptions += 1
+        sequence.preemptions += not yields
+        sequence.yields += yields
         sequence.phase = Phase.WAITING
         self._state.waiting.add(sequence)
-        self._state.closed = True
+        self._state.closed = self._state.closed or not yields
         self._counters.preemptions += 1
 
     def _restart(self, sequence: Sequence) -> None:
@@ -391,6 +387,7 @@ class Engine:
         request.alive -= 1
         if request.alive == 0:
             del self._requests[request.id]
+            state.tenants.leave(request.tenant)
 
     def _sweep(self) -> None:
         """Drop from the running list who has ended."""

@@ -72,13 +72,14 @@ class Peak:
         # What is held and not counted: shared blocks whose first owner has gone.
         self._base = max(0, pool.num_usable - pool.num_free + pending - used)
 
-    def admit(self, sequence: Sequence, shared: int) -> bool:
-        """Count a candidate in, if the peak stays within the capacity. `shared`: blocks it finds active."""
+    def admit(self, sequence: Sequence, shared: int, owed: bool = False) -> bool:
+        """Count a candidate in, if the peak stays within the capacity or it is `owed` a place (`scheduler.shares`).
+        `shared`: blocks it finds active."""
         own = -(-len(sequence.tokens) // self._size) - shared
         entries = self._entries.copy()
         for entry in self._entries_of(sequence, own):
             insort(entries, entry)
-        if self._peak(entries) > self._capacity:
+        if not owed and self._peak(entries) > self._capacity:
             return False
         self._entries = entries
         return True

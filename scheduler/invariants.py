@@ -21,7 +21,7 @@ def check(state: SchedulerState, requests: Iterable[Request]) -> None:
     """
     places = {Phase.RUNNING: list(state.running), Phase.WAITING: list(state.waiting), Phase.UNBORN: list[Sequence]()}
     size = state.pool.block_size
-    living = 0
+    living, requests = 0, list(requests)
     for request in requests:
         places[Phase.UNBORN] += request.unborn
         alive = [s for s in request.sequences if s.phase is not Phase.FINISHED]
@@ -41,8 +41,8 @@ def check(state: SchedulerState, requests: Iterable[Request]) -> None:
     _require(len(places_once) == found, "a sequence is in two places")
     _require(len(state.running) <= state.limits.max_num_seqs, f"{len(state.running)} sequences run")
     _require(sum(len(s.tokens) for s in state.waiting) == state.waiting.tokens, "tokens of the queue are miscounted")
-    order = [s.place for s in state.waiting]
-    _require(order == sorted(order), "the waiting queue is out of order")
+    _require(state.waiting.check(), "the waiting queue is out of order")
+    _require(state.tenants.check(r.tenant for r in requests), "requests of a tenant are miscounted")
     for phase, members in places.items():
         for sequence in members:
             held, matcher = len(sequence.table.blocks), sequence.matcher

@@ -2,19 +2,28 @@
 
       [a b c d] raises  →  [a b] fine, [c d] raises  →  [c] fine, [d] raises: d fails
 
-Trying again is sound: nothing of a step is committed before its result, a row writes only to positions ≥ its start in
-blocks that are its own, and it writes them again. Block copies are not repeated, for their source may have been written
-to since: they are a step of their own, before.
+Every row is tried twice before it fails. Trying again is sound: nothing of a step is committed before its result, a row
+writes only to positions ≥ its start in blocks that are its own, and it writes them again. Block copies are not
+repeated, for their source may have been written to since: they are a step of their own, before.
+
+What ran out of memory gets it back first: an exception holds the frames it passed, and they the tensors of the step.
 """
 
 from __future__ import annotations
 
 import logging
+import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from model.batch import Batch, Executor, Pending, StepResult
+from model.batch import BAD_GRAMMAR, BAD_LOGITS, Batch, Executor, Pending, Row, StepResult
 
 log = logging.getLogger(__name__)
+
+RAISED, MEMORY, LOGITS, GRAMMAR = "raised", "memory", "logits", "grammar"
+"""Why a row fails: its step raised, or ran out of memory; its logits are not finite; its grammar's matcher failed."""
+NO_MEMORY = ("not enough memory", "out of memory", "bad_alloc", "cannot allocate memory")
+"""What torch says in a RuntimeError."""
 
 
 @dataclass(slots=True)
@@ -24,6 +33,17 @@ class Outcome:
     result: StepResult
     failures: dict[int, Exception] = field(default_factory=dict)
     """By row number: why it fails; its entries in `result` say nothing."""
+
+    def reasons(self, rows: Sequence[Row]) -> list[str]:
+        """Of the rows that fail. One with a draft is computed anew before its logits count."""
+        found = [MEMORY if out_of_memory(error) else RAISED for error in self.failures.values()]
+        for number, row in enumerate(rows):
+            drawn = self.result.tokens[number][:1]
+            if BAD_LOGITS in drawn and not row.draft:
+                found.append(LOGITS)
+            elif BAD_GRAMMAR in drawn:
+                found.append(GRAMMAR)
+        return found
 
 
 class Broken:
@@ -51,17 +71,43 @@ def collect(executor: Executor, batch: Batch, pending: Pending) -> Outcome:
     try:
         return Outcome(pending.result())
     except Exception as error:
-        log.exception("a step of %d rows raised", len(batch.rows))
-        count = len(batch.rows)
-        if count == 1:
-            return Outcome(StepResult([[]], [[]], [None]), {0: error})
-        whole = Outcome(StepResult([], [], []))
-        for start, end in ((0, count // 2), (count // 2, count)):
-            part = Batch(batch.rows[start:end])
-            outcome = collect(executor, part, launch(executor, part))
-            whole.result.tokens += outcome.result.tokens
-            whole.result.logprobs += outcome.result.logprobs
-            whole.result.prompt_logprobs += outcome.result.prompt_logprobs
-            whole.result.pooled.update({start + row: vector for row, vector in outcome.result.pooled.items()})
-            whole.failures.update({start + row: failure for row, failure in outcome.failures.items()})
-        return whole
+        _note(error, len(batch.rows))
+    return _again(executor, batch.rows)
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Whether it says that memory could not be had."""
+    words = str(error).lower()
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and any(w in words for w in NO_MEMORY))
+
+
+def _again(executor: Executor, rows: list[Row]) -> Outcome:
+    """Rows whose step raised, in halves; a single one once more."""
+    middle = (len(rows) + 1) // 2
+    whole = Outcome(StepResult([], [], []))
+    for start, part in ((0, rows[:middle]), (middle, rows[middle:])):
+        if not part:
+            continue
+        failure = None
+        try:
+            outcome = Outcome(launch(executor, Batch(part)).result())
+        except Exception as error:
+            _note(error, len(part))
+            failure = error
+        if failure is not None and len(part) == 1:
+            outcome = Outcome(StepResult([[]], [[]], [None]), {0: failure})
+        elif failure is not None:
+            outcome = _again(executor, part)
+        whole.result.tokens += outcome.result.tokens
+        whole.result.logprobs += outcome.result.logprobs
+        whole.result.prompt_logprobs += outcome.result.prompt_logprobs
+        whole.result.pooled.update({start + row: vector for row, vector in outcome.result.pooled.items()})
+        whole.failures.update({start + row: failure for row, failure in outcome.failures.items()})
+    return whole
+
+
+def _note(error: Exception, rows: int) -> None:
+    """Log it, and let go of what it holds."""
+    log.error("a step of %d rows raised", rows, exc_info=error)
+    traceback.clear_frames(error.__traceback__)
+    error.__traceback__ = None

@@ -11,6 +11,7 @@ Times are CLOCK_MONOTONIC seconds, which all processes of a machine share.
 
 from __future__ import annotations
 
+import signal
 from enum import IntEnum
 
 import msgspec
@@ -20,6 +21,7 @@ from model.params import Logprob, SamplingParams
 from scheduler.config import EngineConfig
 
 __all__ = [
+    "STACKS",
     "Abort",
     "EmbeddingConfig",
     "EngineConfig",
@@ -40,6 +42,9 @@ __all__ = [
     "Submit",
     "ToEngine",
 ]
+
+STACKS = signal.SIGUSR2
+"""What is said beside the socket: an engine that is hung shows its threads' stacks on stderr before it is killed."""
 
 
 class FinishReason(IntEnum):
@@ -64,9 +69,14 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     n: int = 1
     """Sequences that share one prefill; sequence i draws from the random stream i."""
     generated: list[list[int]] = []
+    finished: list[int] = []
+    """Of a resumed request, the sequences that had ended: they do not run again."""
     priority: int = 0
     """Lower runs first."""
     tenant: str = ""
+    """Among whom the engine is shared: a key, or else a `user`."""
+    weight: float = 1.0
+    """Of the tenant, > 0: one of weight 2 is served twice as much as one of weight 1."""
     salt: bytes = b""
     """Part of every prefix hash: requests of different salts never share a block."""
     arrival: float = 0.0
@@ -136,6 +146,14 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of those drafts."""
     accepted_tokens: int
     """Of those, the ones that were drawn."""
+    failed_raised: int = 0
+    """Rows that failed: their step raised; these four count sequences that ended so."""
+    failed_memory: int = 0
+    """Their step ran out of memory."""
+    failed_logits: int = 0
+    """Their logits or hidden states were not finite."""
+    failed_grammar: int = 0
+    """They met a token that their grammar does not allow, or its matcher failed."""
     steps: int
     step_seconds: float
     """Of the last step."""

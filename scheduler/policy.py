@@ -4,19 +4,25 @@
 2  prompts            the oldest unfinished one gets half of what is left, or all of it where it is alone;
    running chunks     the others share the rest, shortest first, so that neither a long prompt blocks short
    and admissions     ones nor short ones starve a long one; what they leave goes back to the oldest
+
+Where several tenants are active, the prompts of the one that had least go first, the next gets what they leave; the
+streams of those that had more may sit a step out for them; and who is owed a place is given one (`scheduler.shares`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from math import inf
 
 from kvpool.pool import KVPool, PrefixHit
 from scheduler.budget import Budget, Purse
 from scheduler.cost import Work
 from scheduler.estimate import OutputLengths, Peak
+from scheduler.fairness import Tenants
 from scheduler.limits import Limits
 from scheduler.sequence import Sequence
+from scheduler.shares import Shares
 from scheduler.waiting import WaitingQueue
 
 WINDOW = 64
@@ -26,6 +32,8 @@ MAX_TRIED = 32
 MAX_BLOCKS = 1024
 """Blocks of their prompts, the head's aside, behind which it looks at no more: the first look hashes them, two
 milliseconds' worth, and a burst of long prompts must not hold up those that run."""
+MANY_SEATS = 16
+"""From so many on, one that a tenant had to be given is kept free for the next claim."""
 
 
 @dataclass(slots=True)
@@ -39,6 +47,14 @@ class SchedulerState:
     lengths: OutputLengths = field(default_factory=OutputLengths)
     closed: bool = False
     """The pool has no room for anybody who waits, and nothing has ended or arrived since that was found."""
+    rested: bool = False
+    """The last step was one that somebody's streams sat out."""
+    reserved: float = -inf
+    """Until when one seat is left to claims: who comes again soon should not preempt somebody each time."""
+
+    @property
+    def tenants(self) -> Tenants:
+        return self.waiting.tenants
 
 
 @dataclass(slots=True)
@@ -53,6 +69,12 @@ class Plan:
     work: Work = field(default_factory=Work)
     victim: Sequence | None = None
     """Set: preempt it and plan again; the rest is void."""
+    claimed: Sequence | None = None
+    """Begins because its tenant is owed a place. With a victim: the one that it makes room for."""
+    scarce: bool = False
+    """The claim found one free seat or none."""
+    rested: bool = False
+    """Somebody's streams sit this step out."""
     crowded: bool = False
     """Some decodes found no place in the token budget: they are first next time."""
     closed: bool = False
@@ -77,6 +99,19 @@ def plan(state: SchedulerState, budget: Budget, now: float) -> Plan:
 
     Admits nobody while the pool is short, and takes the blocks of nobody while there is another way.
     """
+    resting = _resting(state, budget)
+    if resting:
+        step = _plan(state, budget, now, resting)
+        if step.victim is not None or any(
+            (count > 1 or sequence in step.admitted) and sequence.request.tenant not in resting
+            for sequence, count in step.counts.items()
+        ):
+            step.rested = True
+            return step
+    return _plan(state, budget, now, frozenset())
+
+
+def _plan(state: SchedulerState, budget: Budget, now: float, resting: frozenset[str]) -> Plan:
     step = Plan(now)
     counts = step.counts
     prompts: list[_Prompt] = []
@@ -91,6 +126,8 @@ def plan(state: SchedulerState, budget: Budget, now: float) -> Plan:
         if pending > 1:
             prompts.append(_Prompt(sequence, start, pending))
             continue
+        if resting and sequence.request.tenant in resting:
+            continue
         if len(counts) == most:
             step.crowded = True
             continue
@@ -104,12 +141,20 @@ def plan(state: SchedulerState, budget: Budget, now: float) -> Plan:
         counts[sequence] = 1
         context += start
     step.work = Work(len(counts), context)
-    purse = budget.purse(len(counts), context)
+    opens = bool(state.waiting) and not (state.closed and state.running)
+    seats = state.limits.max_num_seqs - len(state.running) if opens else 0
+    purse = budget.purse(len(counts), context, len(prompts) + min(len(state.waiting), seats))
     if purse.tokens > 0:
-        if state.waiting and not (state.closed and state.running):
+        if state.waiting and state.tenants.contended:
+            step.claimed, victim = _shares(state).claim(state.closed)
+            if step.claimed is not None:
+                step.scarce = len(state.running) >= state.limits.max_num_seqs - 1
+            if victim is not None:
+                return Plan(now, victim=victim, claimed=step.claimed, scarce=step.scarce)
+        if state.waiting and (step.claimed is not None or opens):
             prompts += _candidates(state, step, prompts, purse.tokens)
         if prompts:
-            _share(prompts, purse)
+            _share_out(state.tenants, prompts, purse, step.claimed)
             victim = _place(state, step, prompts, free)
             if victim is not None:
                 return Plan(now, victim=victim)
@@ -124,10 +169,50 @@ def _most_decodes(state: SchedulerState, budget: Budget) -> int:
     return max(1, budget.tokens - budget.min_chunk) if chunking else budget.tokens
 
 
+def _resting(state: SchedulerState, budget: Budget) -> frozenset[str]:
+    """Tenants whose streams sit this step out, so that the prompt of one that had less is computed sooner.
+
+    Those with more than their share of the streams, where the step takes less than half as long without them, and
+    never two steps in a row: they wait no longer than beside a prompt of their own.
+    """
+    tenants, cost = state.tenants, budget.cost
+    if cost is None or state.rested or not tenants.contended:
+        return frozenset()
+    prompting = {sequence.request.tenant for sequence in state.waiting.heads(MAX_TRIED)}
+    rows: dict[str, int] = {}
+    read: dict[str, int] = {}
+    for sequence in state.running:
+        tenant = sequence.request.tenant
+        if len(sequence.tokens) - sequence.num_computed > 1:
+            prompting.add(tenant)
+        else:
+            rows[tenant] = rows.get(tenant, 0) + 1
+            read[tenant] = read.get(tenant, 0) + sequence.num_computed
+    if not prompting or not rows:
+        return frozenset()
+    least = min(map(tenants.service, prompting))
+    favoured = {tenant for tenant in prompting if tenants.service(tenant) == least}
+    count, context = sum(rows.values()), sum(read.values())
+    resting = frozenset(
+        tenant
+        for tenant, own in rows.items()
+        if own > tenants.share(tenant) * count and tenants.service(tenant) >= least and favoured != {tenant}
+    )
+    left = cost.decode_seconds(count - sum(rows[t] for t in resting), context - sum(read[t] for t in resting))
+    return resting if cost.decode_seconds(count, context) > 2 * left else frozenset()
+
+
 def _victim(state: SchedulerState) -> Sequence:
-    """The youngest of the lowest priority, unprotected ones first."""
+    """The youngest of the lowest priority, unprotected ones first; where several share, of those that hold too much."""
     bound = state.limits.max_preemptions
-    return max(state.running, key=lambda s: (s.preemptions < bound, s.rank))
+    running = state.running
+    if state.tenants.contended:
+        running = _shares(state).debtors() or running
+    return max(running, key=lambda s: (s.preemptions < bound, s.rank))
+
+
+def _shares(state: SchedulerState) -> Shares:
+    return Shares(state.pool, state.limits, state.running, state.waiting, state.lengths)
 
 
 # ---- admission ----
@@ -135,16 +220,22 @@ def _victim(state: SchedulerState) -> Sequence:
 
 def _candidates(state: SchedulerState, step: Plan, running: Items[_Prompt], tokens: int) -> list[_Prompt]:
     """Waiting sequences that may begin now: they have a seat, and the predicted peak fits the pool."""
-    seats = state.limits.max_num_seqs - len(state.running)
-    if seats <= 0:
-        return []
     pool = state.pool
     limits = state.limits
+    claimed = step.claimed
+    seats = limits.max_num_seqs - len(state.running)
+    if step.now < state.reserved and limits.max_num_seqs >= MANY_SEATS:
+        seats = max(seats - 1, int(claimed is not None))
+    if seats <= 0:
+        return []
     capacity = pool.num_usable - int(limits.watermark * pool.num_usable)
     peak = Peak(pool, state.running, state.lengths, capacity)
     coming = [_next_block(p, pool.block_size) for p in running if p.sequence.chunked]
     tried = _order(state.waiting)
     head = tried[0]
+    if claimed is not None:
+        closed = state.closed and bool(state.running)
+        tried = [claimed] if closed else [claimed, *(s for s in tried if s is not claimed)]
     found: list[_Prompt] = []
     wanted = unfit = deferred = blocks = 0
     for sequence in tried[:MAX_TRIED]:
@@ -155,12 +246,12 @@ def _candidates(state: SchedulerState, step: Plan, running: Items[_Prompt], toke
         blocks += len(sequence.tokens) // pool.block_size if sequence is not head else 0
         if sequence.request.reads_cache:
             hashes = pool.hashes(sequence.tokens, salt, sequence.hashes)
-            if _comes(sequence, coming, pool.block_size):
+            if sequence is not claimed and _comes(sequence, coming, pool.block_size):
                 deferred += 1
                 continue
             hit = pool.match(sequence.tokens, salt, hashes)
         begins = _Prompt(sequence, hit.tokens, len(sequence.tokens) - hit.tokens, hit)
-        if not peak.admit(sequence, len(hit.blocks) - hit.free):
+        if not peak.admit(sequence, len(hit.blocks) - hit.free, sequence is claimed):
             if not state.running and not found:
                 # Alone it fits, else it had been refused; what it really needs will show.
                 return [begins]
@@ -174,21 +265,27 @@ def _candidates(state: SchedulerState, step: Plan, running: Items[_Prompt], toke
         found.append(begins)
         if len(found) == min(seats, limits.look_ahead) or wanted >= tokens:
             break
-    if found and found[0].sequence is not head:
+    if found and all(begins.sequence is not head for begins in found):
         step.passed = head
     step.closed = unfit > 0 and not found and not deferred
     return found
 
 
 def _order(waiting: WaitingQueue) -> list[Sequence]:
-    """Whom to try: the preempted alone where one is the head; else the head, then the shortest of a window."""
+    """Whom to try: the preempted alone where one is the head; else the head, then those of a window, each tenant's
+    shortest first, the tenants in the queue's order."""
     window = waiting.first(WINDOW)
     head = window[0]
     if head.preempted:
         return [s for s in window if s.preempted and s.rank[0] == head.rank[0]]
     rest = [s for s in window[1:] if not s.preempted]
-    rest.sort(key=lambda s: (s.rank[0], len(s.tokens)))
-    return [head, *rest]
+    shortest = sorted(rest, key=lambda s: (s.rank[0], len(s.tokens)))
+    if waiting.tenants.contended:
+        lanes: dict[str, list[Sequence]] = {}
+        for sequence in reversed(shortest):
+            lanes.setdefault(sequence.request.tenant, []).append(sequence)
+        shortest = [lanes[sequence.request.tenant].pop() for sequence in rest]
+    return [head, *shortest]
 
 
 def _next_block(prompt: _Prompt, size: int) -> tuple[Sequence, int]:
@@ -206,16 +303,47 @@ def _comes(sequence: Sequence, coming: list[tuple[Sequence, int]], size: int) ->
 # ---- the prompts' share ----
 
 
-def _share(prompts: list[_Prompt], purse: Purse) -> None:
-    """Set `count` of each prompt, and bring them into the order in which they are served.
+def _share_out(tenants: Tenants, prompts: list[_Prompt], purse: Purse, claimed: Sequence | None) -> None:
+    """Set `count` of each prompt, and bring them into the order in which they are served: tenant by tenant, those that
+    had least first, after equal service those that want least. What is claimed begins at least: its place was made."""
+    if not tenants.contended:
+        _share(prompts, purse, purse.min_chunk)
+        return
+    groups: dict[str, list[_Prompt]] = {}
+    for prompt in prompts:
+        groups.setdefault(prompt.sequence.request.tenant, []).append(prompt)
+
+    def turn(group: list[_Prompt]) -> tuple[int, float, int]:
+        priority = min(prompt.sequence.rank[0] for prompt in group)
+        service = tenants.service(group[0].sequence.request.tenant)
+        return priority, service, sum(prompt.pending for prompt in group)
+
+    ordered = sorted(groups.values(), key=turn)
+    least = purse.min_chunk
+    begins = [prompt for group in ordered[1:] for prompt in group if prompt.sequence is claimed]
+    for prompt in begins:
+        next(group for group in ordered if prompt in group).remove(prompt)
+        prompt.count = min(prompt.pending, least)
+        purse.spend(prompt.start, prompt.count)
+    prompts[:] = begins
+    for group in filter(None, ordered):
+        _share(group, purse, least)
+        prompts += group
+        least = 0
+
+
+def _share(prompts: list[_Prompt], purse: Purse, least: int) -> None:
+    """One tenant's. `least`: what the oldest gets in any case.
 
     The oldest is one that runs, where one does: those that wait may yet find no block.
     """
     oldest = min(prompts, key=lambda p: (p.hit is not None, p.sequence.rank))
     others = [p for p in prompts if p is not oldest]
     others.sort(key=lambda p: (p.sequence.rank[0], p.pending, p.sequence.rank))
-    oldest.count = min(oldest.pending, max(purse.afford(oldest.start, 0.5 if others else 1.0), purse.min_chunk))
-    purse.spend(oldest.start, oldest.count)
+    count = min(oldest.pending, max(purse.afford(oldest.start, 0.5 if others else 1.0), least))
+    if least or count >= min(oldest.pending, purse.min_chunk):
+        oldest.count = count
+        purse.spend(oldest.start, count)
     for prompt in others:
         count = min(prompt.pending, purse.afford(prompt.start))
         if count <= 0:
@@ -223,7 +351,7 @@ def _share(prompts: list[_Prompt], purse: Purse) -> None:
         if count == prompt.pending or count >= purse.min_chunk:
             prompt.count = count
             purse.spend(prompt.start, count)
-    if others:
+    if others and oldest.count:
         more = min(oldest.pending - oldest.count, purse.afford(oldest.start + oldest.count, begun=True))
         if more > 0:
             purse.spend(oldest.start + oldest.count, more, begun=True)

@@ -15,6 +15,8 @@ def refusal(submit: Submit, max_model_len: int, num_blocks: int, block_size: int
         return "pooling: only for one sequence that generates nothing"
     if len(submit.generated) not in (0, submit.n):
         return f"generated: {len(submit.generated)} lists for n = {submit.n}"
+    if submit.finished and not set(submit.finished) < set(range(submit.n)):
+        return f"finished: {submit.finished} leaves none of n = {submit.n} sequences to run"
     # Room for the prompt and one generated token; none is generated where max_tokens is 0.
     tokens = len(submit.prompt_ids) + min(submit.params.max_tokens, 1)
     if tokens > max_model_len:

@@ -19,7 +19,7 @@ from model.grammar import Matcher
 from model.params import Logprob, SamplingParams
 from model.pooling import Vector, finished
 from scheduler.drafter import Drafter
-from scheduler.messages import Submit
+from scheduler.messages import FinishReason, Submit
 
 Rank = tuple[int, float, int, int]
 """Priority, arrival, request id, index: the smallest goes first, the largest is preempted first."""
@@ -43,6 +43,7 @@ class Request:
 
     __slots__ = (
         "alive",
+        "billed",
         "forks",
         "id",
         "params",
@@ -52,6 +53,7 @@ class Request:
         "salt",
         "sequences",
         "started",
+        "tenant",
         "unborn",
     )
 
@@ -59,14 +61,17 @@ class Request:
         """`capacity`: tokens that one sequence may hold at most (context, pool). `submit` has passed `refusal`."""
         self.id = submit.id
         self.salt = submit.salt
+        self.tenant = submit.tenant
         self.prompt_len = len(submit.prompt_ids)
         self.started = False
         self.forks = submit.n > 1
         """Whether its sequences may share a block that one of them still writes to."""
-        self.alive = submit.n
+        self.alive = submit.n - len(set(submit.finished))
         """Sequences that have not ended."""
-        resumed = any(submit.generated)
-        # Once there is a token, the prompt's logprobs were sent with it at the latest.
+        resumed = any(submit.generated) or bool(submit.finished)
+        self.billed = self.prompt_len if resumed else 0
+        """Prompt tokens up to which its tenant was charged; what is computed again is not."""
+        # Once there is a token or an end, the prompt's logprobs were sent with it at the latest.
         collects = submit.params.prompt_logprobs is not None and not resumed
         self.params = submit.params if collects else without_prompt_logprobs(submit.params)
         self.prompt_values: list[Logprob] | None = [] if collects else None
@@ -91,6 +96,8 @@ class Request:
             self.unborn = self.sequences[1:]
             for sequence in self.unborn:
                 sequence.phase = Phase.UNBORN
+        for index in submit.finished:
+            self.sequences[index].phase = Phase.FINISHED
 
     @property
     def reads_cache(self) -> bool:
@@ -98,16 +105,30 @@ class Request:
         pooling = self.params.pooling
         return self.prompt_values is None and (pooling is None or pooling.kind != "mean")
 
+    def bill(self, start: int, end: int) -> int:
+        """How many of the prompt's tokens `start`, …, `end` - 1 are computed for the first time, now that they are."""
+        first = max(start, self.billed)
+        self.billed = max(self.billed, min(end, self.prompt_len))
+        return max(0, self.billed - first)
+
     def vector(self) -> bytes | None:
         """Of a prompt that is computed; None where it is not finite."""
         assert self.pooled is not None
         assert self.params.pooling is not None
         return finished(self.pooled, self.prompt_len, self.params.pooling)
 
-    def prompt_is_sent(self) -> None:
-        """The prompt's logprobs are complete and sent: recomputing the prompt need not repeat them."""
+    def collect_prompt(self, start: int, end: int, values: list[Logprob] | None) -> list[Logprob] | None:
+        """Keep the logprobs of `start`, …, `end` - 1 that are new: after a preemption positions are computed again.
+        All of them once the prompt is computed; they are to be sent then, and not asked for again."""
+        kept = self.prompt_values
+        assert kept is not None
+        if values is not None:
+            kept += values[len(kept) - start :] if len(kept) > start else values
+        if end < self.prompt_len:
+            return None
         self.prompt_values = None
         self.params = without_prompt_logprobs(self.params)
+        return kept
 
 
 class Sequence:
@@ -132,6 +153,7 @@ class Sequence:
         "shared",
         "table",
         "tokens",
+        "yields",
     )
 
     def __init__(self, request: Request, index: int, tokens: list[int], limit: int, rank: Rank) -> None:
@@ -154,6 +176,8 @@ class Sequence:
         self.preempted = False
         """Waits because it was preempted: goes before those that never ran."""
         self.preemptions = 0
+        self.yields = 0
+        """Preemptions that made room for another tenant. They say nothing of how much it generates."""
         self.bypasses = 0
         """Sequences that were admitted past it while it was the head."""
         self.chunked = False
@@ -172,6 +196,14 @@ class Sequence:
     @property
     def generated(self) -> int:
         return len(self.tokens) - self.prompt_len
+
+    @property
+    def finish(self) -> FinishReason:
+        """Whether its last token ends it."""
+        params = self.request.params
+        if self.tokens[-1] in params.stop_token_ids and self.generated > params.min_tokens:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(self.tokens) >= self.limit else FinishReason.RUNNING
 
 
 def prefix_salt(salt: bytes, length: int, rope_switch: int | None) -> bytes:

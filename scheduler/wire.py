@@ -19,6 +19,8 @@ MAX_FRAME = 1 << 28
 M = TypeVar("M")
 
 _encoder = msgspec.msgpack.Encoder()
+_FAULTS = (msgspec.DecodeError, RecursionError)
+"""What the decoder raises: the second where arrays lie in arrays, a thousand deep."""
 
 
 class WireError(Exception):
@@ -55,7 +57,7 @@ class Frames(Generic[M]):
                 break
             try:
                 messages.append(self._decoder.decode(buffer[at + HEADER_BYTES : end]))
-            except msgspec.DecodeError as error:
+            except _FAULTS as error:
                 raise WireError(f"not a message: {error}") from error
             at = end
         del buffer[:at]
@@ -66,7 +68,7 @@ def decode_config(payload: bytes | bytearray) -> EngineConfig:
     """The first message to the engine, without its header. Raises WireError."""
     try:
         return msgspec.msgpack.decode(payload, type=EngineConfig)
-    except msgspec.DecodeError as error:
+    except _FAULTS as error:
         raise WireError(f"not a configuration: {error}") from error
 
 

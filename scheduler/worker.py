@@ -10,6 +10,7 @@ idle. It blocks while nobody has work.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import gc
 import logging
 import os
@@ -25,10 +26,13 @@ from model.errors import ModelError
 from scheduler.channel import Channel, Closed
 from scheduler.config import EngineConfig
 from scheduler.engine import Message
-from scheduler.messages import Failed, Progress, Ready, StepOutput
+from scheduler.messages import STACKS, Failed, Progress, Ready, StepOutput
+
+log = logging.getLogger(__name__)
 
 USER_ERRORS = (ModelError, BudgetError)
 """Their messages are one line that the user can act on."""
+EXIT_FAILED = 1
 EXIT_USER_ERROR = 2
 
 
@@ -89,8 +93,16 @@ def main() -> int:
     # Ctrl-C reaches the whole process group: the parent decides, and may want to drain first.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _end)
-    return run(sock, _factory())
+    faulthandler.enable()  # what a crash leaves behind
+    faulthandler.register(STACKS)  # of all threads, whatever they do
+    try:
+        return run(sock, _factory())
+    except Exception:
+        log.exception("the engine failed")
+        return EXIT_FAILED
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    sys.stderr.flush()
+    os._exit(status)  # at once: a thread that compiles would be waited for, and memory given back piece by piece

@@ -1,4 +1,4 @@
-"""The octavo command: serve and bench."""
+"""The octavo command: serve, plan and bench."""
 
 from __future__ import annotations
 
@@ -26,9 +26,18 @@ def _run(argv: list[str]) -> int:
     parser.add_argument("--version", action="version", version=f"octavo {VERSION}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     add_serve_arguments(commands.add_parser("serve", help="serve a model", prog="octavo serve"))
+    # All their arguments are their own, --help too.
+    commands.add_parser("plan", help="say what fits into a KV cache", add_help=False)
     commands.add_parser("bench", help="measure a server, or the engine alone", add_help=False)
+    if argv[:1] == ["plan"]:
+        from server.planning import PlanError, print_plan
+
+        try:
+            print_plan(argv[1:])
+        except PlanError as error:
+            return _refuse(error)
+        return 0
     if argv[:1] == ["bench"]:
-        # All its arguments are its own, --help too.
         from loadtest.__main__ import main as bench
 
         return bench(argv[1:])
@@ -52,6 +61,8 @@ def _serve(flags: dict[str, object]) -> int:
     from server.start import StartError, serve, warn  # a bad flag is refused without all that this brings in
 
     start_logging(settings.log_level, settings.log_format)
+    if settings.log_requests:
+        warn("--log-requests: the log will hold what clients send, their prompts included")
     for name in unknown_variables(os.environ):
         warn(f"the variable {name} is no setting of this server and does nothing")
     try:

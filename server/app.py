@@ -9,15 +9,37 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp
 
-from server.errors import InvalidRequest, MethodNotAllowed, NotFound, RequestError, error_response, internal_error
+from server.errors import (
+    InvalidRequest,
+    MethodNotAllowed,
+    NotFound,
+    Overloaded,
+    RequestError,
+    error_response,
+    internal_error,
+)
 from server.exposition import make_registry
-from server.middleware import CLIENT_GONE, QUIET_PATHS, ApiKeys, Requests
+from server.keys import ApiKeys
+from server.middleware import CLIENT_GONE, QUIET_PATHS, Requests
 from server.openapi import OPERATIONS, document
-from server.routes import chat, completions, docs, embeddings, health, messages, metrics, models, responses, tokens
+from server.ratelimit import RateLimits
+from server.routes import (
+    chat,
+    completions,
+    docs,
+    embeddings,
+    health,
+    messages,
+    metrics,
+    models,
+    responses,
+    tokens,
+    usage,
+)
 from server.service import Service
 from server.version import VERSION
 
-MODULES = (completions, chat, responses, messages, embeddings, models, tokens, health, metrics, docs)
+MODULES = (completions, chat, responses, messages, embeddings, models, tokens, health, metrics, usage, docs)
 ROUTERS = [module.router for module in MODULES]
 ROUTES = [route for router in ROUTERS for route in router.routes if isinstance(route, Route)]
 
@@ -31,6 +53,8 @@ def create_app(service: Service) -> ASGIApp:
         openapi_url="/openapi.json",
         docs_url=None,
         redoc_url=None,
+        # Spans are ours (`server.tracing`); FastAPI's would hold the texts of exceptions.
+        telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
     app.state.service = service
     app.state.registry = make_registry(service)
@@ -45,13 +69,16 @@ def create_app(service: Service) -> ASGIApp:
     for method, path in OPERATIONS:
         if path not in QUIET_PATHS:
             service.metrics.expect_http(path.replace("{id}", "{id:path}") if "models" in path else path, method.upper())
-    keys = [key.get_secret_value() for key in service.settings.api_key]
-    return Requests(ApiKeys(app, keys, service.settings.protect_metrics), service.metrics, service.admission)
+    limited = RateLimits(app, service.ledger, service.admission.rejected, service.clock)
+    known = ApiKeys(limited, service.keys, service.settings.protect_metrics)
+    return Requests(known, service.metrics, service.admission, service.tracer, service.settings.log_requests)
 
 
 async def _answer_error(http: Request, failure: Exception) -> Response:
     """Every failure in the one shape. What nobody foresaw goes on, after this, to the log of `middleware.Requests`."""
     path = http.scope["path"]
+    if isinstance(failure, Overloaded):
+        http.app.state.service.admission.rejected[failure.reason] += 1
     if isinstance(failure, RequestError):
         return error_response(failure, path)
     if isinstance(failure, RequestValidationError):

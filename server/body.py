@@ -12,14 +12,13 @@ import orjson
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
+from model.config_fields import MAX_DEPTH, depth
 from server.errors import DeadlineExceeded, InvalidRequest, PayloadTooLarge, UnsupportedMediaType
 from server.protocol.base import STRICT, invalid
 from server.service import Service
 
 MAX_BODY_BYTES = 32 * 2**20
 READ_SECONDS = 60.0
-MAX_DEPTH = 64
-"""Nested arrays and objects. Far below what would overflow a recursive reader, such as a template's tojson."""
 MAX_PARTS = 2**17
 """Strings, keys, arrays and objects in a body. A parser makes a Python object of each with the GIL held, so that what
 bounds the length of a body does not bound how long streams wait for it: 32 MiB hold 16 million empty arrays."""
@@ -83,7 +82,7 @@ def parse_json(body: bytes) -> Any:
     except orjson.JSONDecodeError as error:
         raise _not_json(body, str(error)) from None
     # No more brackets than levels: no need to walk.
-    if body.count(b"[") + body.count(b"{") > MAX_DEPTH and _depth(value) > MAX_DEPTH:
+    if body.count(b"[") + body.count(b"{") > MAX_DEPTH and depth(value) > MAX_DEPTH:
         raise InvalidRequest(f"body: nested more than {MAX_DEPTH} levels deep", code="invalid_json")
     return value
 
@@ -145,16 +144,6 @@ def _surrogate_path(body: bytes) -> str | None:
         entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
         pending += [((place, key), entry) for key, entry in entries]
     return None
-
-
-def _depth(value: Any) -> int:
-    """Levels of nesting, counted no further than just past MAX_DEPTH."""
-    depth, level = 0, [value]
-    while level and depth <= MAX_DEPTH:
-        depth += 1
-        children = (entry.values() if type(entry) is dict else entry for entry in level if type(entry) in (dict, list))
-        level = [child for entries in children for child in entries if type(child) in (dict, list)]
-    return depth
 
 
 def parse_json_object(body: bytes) -> dict[str, Any]:

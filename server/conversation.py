@@ -23,7 +23,6 @@ from server.parsing.forcing import forced
 from server.pieces import Piece, joined
 from server.prompts import check_values
 from server.protocol.chat import ChatFields, ChatRequest
-from server.service import Caller
 from server.streams import TextEvent
 from server.template import Chat
 
@@ -50,7 +49,6 @@ async def begin(
     generation: Generation,
     body: ChatRequest,
     chat: Chat,
-    caller: Caller,
     names: Mapping[str, str] = MappingProxyType({}),
 ) -> AnswerFormat:
     """Tokenise, check, submit; how to read what comes back. Raises whatever the client did wrong.
@@ -58,12 +56,12 @@ async def begin(
     `names`: fields of chat, and what the same is called on the route that was asked.
     """
     try:
-        return await _begin(generation, body, chat, caller)
+        return await _begin(generation, body, chat)
     except RequestError as error:
         raise renamed(error, names) from None
 
 
-async def _begin(generation: Generation, body: ChatRequest, chat: Chat, caller: Caller) -> AnswerFormat:
+async def _begin(generation: Generation, body: ChatRequest, chat: Chat) -> AnswerFormat:
     loaded = generation.loaded
     prompts, sampling, formats = loaded.prompts, loaded.sampling, loaded.formats
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -98,8 +96,6 @@ async def _begin(generation: Generation, body: ChatRequest, chat: Chat, caller: 
         replace(params(max_tokens), grammar=grammar),
         body.sequences,
         body.priority,
-        caller.tenant,
-        caller.salt,
         text=text,
     )
     generation.submit([job], options)

@@ -4,6 +4,8 @@
                                                                                              │ SIGTERM, SIGINT
     exit 0 ◀── stop engine ◀── close connections ◀── drain: no new requests, wait, fail ◀────┘
 
+An engine that dies is replaced meanwhile (`supervisor`); where none is left, the exit status is 1.
+
 uvicorn would close the port at SIGTERM, at once; so it never sees a signal, and drains when it is told to.
 """
 
@@ -17,6 +19,9 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import uvicorn
 
@@ -41,12 +46,16 @@ from server.settings import Settings
 from server.start import StartError, report
 from server.structured.compiler import Structures
 from server.supervisor import Supervisor
+from server.tracing import Tracer
 
 log = logging.getLogger("octavo")
 
 HEADER_BYTES = 64 * 1024
 KEEP_ALIVE_SECONDS = 75
 """Longer than load balancers keep an idle connection, so that none of them writes to one that was just closed."""
+BACKLOG, AT_ONCE = 2048, 64
+"""Connections that wait to be accepted, and those accepted in one go. asyncio has one number for both: out of files, it
+would log an error for each of 2,048."""
 CLOSE_SECONDS = 1
 """For connections to end once their responses are complete."""
 GONE_SECONDS = 1.0
@@ -57,29 +66,43 @@ OK, FAILED = 0, 1
 class _Uvicorn(uvicorn.Server):
     """Without signal handlers of its own."""
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for sock in sockets or ():
+            sock.listen(BACKLOG)
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
 
 def make_service(settings: Settings, names: tuple[str, ...]) -> Service:
-    """A service whose engine is not connected yet. On a running event loop."""
-    client = EngineClient()
+    """A service whose engine is not connected yet. On a running event loop. Raises StartError."""
+    client = EngineClient(settings.max_num_seqs, settings.watchdog_timeout)
     admission = Admission(
-        settings.max_num_seqs, settings.max_queued_requests, settings.max_queued_tokens, lambda: client.queued_tokens
+        settings.max_num_seqs,
+        settings.max_queued_requests,
+        settings.max_queued_tokens,
+        lambda: client.queued_tokens,
+        lambda: client.computed_tokens,
     )
     service = Service(settings, client, admission, Metrics(), names)
+    if settings.otlp_traces_endpoint is not None:
+        service.tracer = Tracer(settings.otlp_traces_endpoint)
     client.on_progress = report
     client.on_step = service.metrics.step
     client.on_gap = service.metrics.inter_token.observe
+    client.on_return = partial(renew, service)
     return service
 
 
 def make_http(service: Service) -> uvicorn.Server:
     """The HTTP server of a service."""
+    http: Any = partial(Connection, service.connections)
     config = uvicorn.Config(
         create_app(service),
-        http=Connection,
+        http=http,
+        backlog=AT_ONCE,
         ws="none",
         lifespan="off",
         log_config=None,
@@ -92,6 +115,17 @@ def make_http(service: Service) -> uvicorn.Server:
     return _Uvicorn(config)
 
 
+def limits_of(ready: Ready) -> PromptLimits:
+    return PromptLimits(ready.max_model_len, ready.vocab_size, ready.num_blocks, ready.block_size)
+
+
+def renew(service: Service, ready: Ready) -> None:
+    """Another engine took the place of the one before; it may hold less, where memory has become short."""
+    if service.loaded is not None:
+        service.loaded = replace(service.loaded, ready=ready)
+        service.loaded.prompts.limits = limits_of(ready)
+
+
 def make_loaded(settings: Settings, tokenizer: Tokenizer, ready: Ready) -> Loaded:
     """What requests need of the model. Raises StartError where the chat template is of no use."""
     try:
@@ -101,7 +135,7 @@ def make_loaded(settings: Settings, tokenizer: Tokenizer, ready: Ready) -> Loade
         formats = detect(templates, tokenizer, settings.tool_call_parser, settings.reasoning_parser)
         prompts = PromptBuilder(
             tokenizer,
-            PromptLimits(ready.max_model_len, ready.vocab_size, ready.num_blocks, ready.block_size),
+            limits_of(ready),
             template=given,
             tool_format=formats.tools or HERMES,
             allow_special_in_content=settings.allow_special_tokens_in_content,
@@ -120,12 +154,27 @@ def make_loaded(settings: Settings, tokenizer: Tokenizer, ready: Ready) -> Loade
 class Daemon:
     """Owns the service, the engine's supervisor and the HTTP server."""
 
-    def __init__(self, settings: Settings, sock: socket.socket, source: ModelSource, engine: EngineProcess) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        sock: socket.socket,
+        source: ModelSource,
+        engine: EngineProcess,
+        spawn: Callable[[], EngineProcess],
+    ) -> None:
+        """`engine`: the process that was begun already; `spawn` makes another where that dies."""
         self.service = make_service(settings, tuple(settings.served_model_name) or (source.name,))
         self._settings = settings
         self._source = source
         self._sock = sock
-        self._supervisor = Supervisor(self.service.client, settings.engine(), engine)
+        self._supervisor = Supervisor(
+            self.service.client,
+            settings.engine(),
+            engine,
+            spawn,
+            settings.max_engine_restarts,
+            self.service.metrics.engine_restarts,
+        )
         self._stopping = asyncio.Event()
         self._signals = 0
         self._http = make_http(self.service)
@@ -135,6 +184,8 @@ class Daemon:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
+        if self._settings.api_keys_file is not None:
+            loop.add_signal_handler(signal.SIGHUP, self.service.keys.reload)
         http = asyncio.create_task(self._http.serve([self._sock]), name="http")
         self._supervisor.start()
         loading = asyncio.create_task(self._load(), name="load")
@@ -149,7 +200,6 @@ class Daemon:
                 http.result()
                 return FAILED
             if self.service.client.gone.is_set():
-                log.error("the engine process ended (status %s)", self._supervisor.exit_status())
                 await asyncio.wait((stopping,), timeout=GONE_SECONDS)
                 return FAILED
             await self._drain()

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
 import scheduler
+from scheduler.messages import STACKS
 
 WORKER = (sys.executable, "-P", "-m", "scheduler.worker")
 PACKAGES = Path(scheduler.__file__ or "").resolve().parent.parent
@@ -25,6 +28,31 @@ steps four times slower beside a busy process on the same cores; this costs a te
 that (docs/performance.md)."""
 STOP_SECONDS = 3.0
 """How long the engine gets to end by itself once its socket is closed."""
+CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSYS, signal.SIGTRAP}
+DEATHS = ("killed", "crashed", "failed", "hung", "unready")
+"""Reasons: by a signal from outside (or for want of memory); by a fault of its own; with an exit status; by the
+watchdog; before it served."""
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """How an engine process ended."""
+
+    reason: str
+    """One of DEATHS."""
+    detail: str
+    outside: bool = False
+    """Perhaps by no fault of its own, so that what it worked on need not be to blame."""
+
+    @staticmethod
+    def of(status: int) -> Death:
+        """From its exit status; negative: the signal that ended it."""
+        if status > 0:
+            return Death("failed", f"exit status {status}")
+        if status == 0:  # so it ends when it is told to
+            return Death("killed", "it was told to end", outside=True)
+        name = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
+        return Death("crashed", name) if -status in CRASHES else Death("killed", name, outside=True)
 
 
 class EngineProcess:
@@ -34,7 +62,8 @@ class EngineProcess:
         """The child has one end of a socket pair, `sock` is the other.
 
         It reads end of file when this process dies, however it dies, and ends itself. It has a process group of its
-        own, so that Ctrl-C in a terminal reaches only this process, which drains first.
+        own, so that Ctrl-C in a terminal reaches only this process, which drains first. OSError where there is no room
+        for a process.
         """
         self.sock, theirs = socket.socketpair()
         self.sock.setblocking(False)
@@ -58,26 +87,35 @@ class EngineProcess:
         self._process.wait()
 
     @property
-    def pid(self) -> int:
-        return self._process.pid
+    def stopped(self) -> bool:
+        """Whether somebody has stopped it (SIGSTOP, a debugger)."""
+        try:
+            stat = Path(f"/proc/{self._process.pid}/stat").read_bytes()
+        except OSError:
+            return False
+        return stat.rpartition(b")")[2].split()[0] in (b"T", b"t")
 
-    @property
-    def status(self) -> int | None:
-        """Its exit status; None while it runs."""
-        return self._process.poll()
+    def show_stacks(self) -> None:
+        """Ask it for the stacks of its threads. It takes no lock for that, and no step's end."""
+        self._process.send_signal(STACKS)
 
     def kill(self) -> None:
         """End it now."""
         self._process.kill()
 
-    async def stop(self) -> None:
-        """Its socket is closed: let it end, and kill what does not."""
-        self._process.terminate()  # it may be loading, and not read
+    async def ended(self) -> int:
+        """Its socket is closed: its exit status. Lets it end, and kills what does not."""
         try:
-            await asyncio.to_thread(self._process.wait, STOP_SECONDS)
+            return await asyncio.to_thread(self._process.wait, STOP_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            await asyncio.to_thread(self._process.wait)
+            return await asyncio.to_thread(self._process.wait)
+
+    async def stop(self) -> None:
+        """End it, whatever it does."""
+        self._process.terminate()  # it may be loading, and not read
+        await self.ended()
+        self.sock.close()
 
 
 def _environment() -> dict[str, str]:

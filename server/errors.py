@@ -6,6 +6,7 @@ begun, the same body goes out as an error event. The messages are for clients: n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -23,7 +24,14 @@ ANTHROPIC_TYPES = {
     503: "overloaded_error",
 }
 """By status, what Anthropic calls a failure."""
+REFUSALS = (
+    *("max_queued_requests", "max_queued_tokens", "max_body_bytes", "grammar_checkers"),
+    *("requests_per_minute", "tokens_per_minute", "max_concurrency"),
+)
+"""Why there are answers with 429: by the server as a whole, by a key's limits."""
 INTERNAL_MESSAGE = "The server failed to answer this request."
+UNAVAILABLE_SECONDS = 5.0
+"""A guess at how long a server goes without an engine."""
 
 
 class RequestError(Exception):
@@ -129,16 +137,38 @@ class UnsupportedMediaType(RequestError, status=415, code="unsupported_media_typ
 class Overloaded(RequestError, status=429, code="server_overloaded", type="rate_limit_error"):
     """The queue is full; the client should come back after `retry_after` seconds."""
 
-    def __init__(self, message: str, *, retry_after: int) -> None:
-        super().__init__(message, headers={"Retry-After": str(retry_after)})
+    def __init__(self, message: str, *, retry_after: float, reason: str) -> None:
+        """`reason`: one of REFUSALS, by which it is counted where it is answered."""
+        super().__init__(message, headers=retry_headers(retry_after))
+        self.reason = reason
+
+
+class RateLimited(Overloaded, status=429, code="rate_limit_exceeded", type="rate_limit_error"):
+    """The key has used up what it may; it has more in `retry_after` seconds."""
 
 
 class EngineError(RequestError, status=500, code="engine_error", type="server_error"):
     """The engine failed on this request."""
 
 
-class Unavailable(RequestError, status=503, code="unavailable", type="server_error", headers={"Retry-After": "5"}):
-    """Loading, draining, or without an engine."""
+class Unavailable(RequestError, status=503, code="unavailable", type="server_error"):
+    """Loading, draining, restarting, or without an engine; worth another try after `retry_after` seconds."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        retry_after: float = UNAVAILABLE_SECONDS,
+    ) -> None:
+        super().__init__(message, code=code, headers={**retry_headers(retry_after), **(headers or {})})
+
+
+def retry_headers(seconds: float) -> dict[str, str]:
+    """When to come back: for HTTP, in whole seconds and never at once, and for the SDKs of OpenAI, which look at
+    milliseconds first."""
+    return {"Retry-After": str(max(1, math.ceil(seconds))), "retry-after-ms": str(max(1, math.ceil(seconds * 1000)))}
 
 
 def internal_error() -> EngineError:

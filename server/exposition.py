@@ -80,7 +80,8 @@ class ServerCollector(Collector):
         used = stats.blocks_active / stats.blocks_total if stats.blocks_total else 0.0
         blocks = {"free": stats.blocks_free, "cached": stats.blocks_cached, "active": stats.blocks_active}
         yield gauge("requests_running", "Sequences that run.", stats.running, "vllm:num_requests_running")
-        yield gauge("requests_waiting", "Sequences that wait.", stats.waiting, "vllm:num_requests_waiting")
+        waiting = stats.waiting + service.client.held
+        yield gauge("requests_waiting", "Sequences that wait.", waiting, "vllm:num_requests_waiting")
         yield gauge("requests_in_flight", "Requests between admission and their end.", service.admission.requests)
         yield gauge("queued_prompt_tokens", "Prompt tokens that wait.", stats.waiting_tokens)
         yield gauge(
@@ -90,6 +91,7 @@ class ServerCollector(Collector):
         )
         yield gauge("kv_usage_ratio", "Share of the KV pool that is active.", used, "vllm:kv_cache_usage_perc")
         yield gauge("kv_active_tokens", "Tokens held in active blocks.", stats.tokens_active)
+        yield gauge("connections", "Open connections.", service.connections.count)
         yield gauge("engine_up", "Whether the engine serves.", float(state in ("ready", "draining")))
         yield gauge("step_stalled", "Whether the engine is silent with work pending.", float(state == "stalled"))
         yield gauge("build_info", "The version.", [({"version": VERSION}, 1)])
@@ -126,8 +128,10 @@ class ServerCollector(Collector):
             ({"source": "cached"}, cached),
         ]
         yield counter("requests", "Requests that ended, by endpoint and reason.", by_end)
-        yield counter("rejected", "Requests refused by admission.", rejected)
+        yield counter("rejected", "Requests refused with 429, by reason.", rejected)
         yield counter("client_disconnects", "Requests whose client left.", metrics.disconnects)
+        dropped: Samples = [({"reason": reason}, count) for reason, count in service.connections.dropped.items()]
+        yield counter("connections_dropped", "Connections closed or refused, by reason.", dropped)
         yield counter("http_requests", "HTTP requests by route, method and status.", http)
         yield counter("prompt_tokens", "Prompt tokens of started requests, by where they came from.", by_source)
         yield counter("generation_tokens", "Generated tokens.", metrics.generation_tokens, "vllm:generation_tokens")
@@ -154,7 +158,16 @@ class ServerCollector(Collector):
             "vllm:spec_decode_num_accepted_tokens",
         )
         yield counter("computed_prompt_tokens", "Prompt tokens computed, again ones included.", stats.computed_tokens)
+        failed: Samples = [
+            ({"reason": "raised"}, stats.failed_raised),
+            ({"reason": "memory"}, stats.failed_memory),
+            ({"reason": "logits"}, stats.failed_logits),
+            ({"reason": "grammar"}, stats.failed_grammar),
+        ]
+        yield counter("failed_sequences", "Sequences that the engine gave up, alone, by reason.", failed)
         yield counter("steps", "Steps of the engine.", stats.steps)
+        restarts: Samples = [({"reason": reason}, count) for reason, count in metrics.engine_restarts.items()]
+        yield counter("engine_restarts", "Engines started in the place of one that ended, by why it did.", restarts)
 
     def _distributions(self) -> Iterator[Distribution]:
         m = self._service.metrics

@@ -18,8 +18,10 @@ from model.params import SamplingParams
 from scheduler.messages import Submit
 from server.echo import Echo
 from server.errors import DeadlineExceeded
+from server.lease import ASSUMED_TOKENS
 from server.protocol.sampling import GenerationRequest
-from server.service import Service
+from server.record import RECORD
+from server.service import Caller, Service
 from server.streams import RequestStream, SequenceResult, StreamOptions, TextEvent
 
 
@@ -31,8 +33,6 @@ class Job:
     params: SamplingParams
     n: int
     priority: int
-    tenant: str
-    salt: bytes
     echo: Echo | None = None
     text: str = ""
     """The prompt's, where the answer has it."""
@@ -53,15 +53,17 @@ def stream_options(body: GenerationRequest) -> StreamOptions:
 class Generation:
     """Made before anything is tokenised; whoever makes it calls `close`, in whatever way the request ends."""
 
-    def __init__(self, service: Service, endpoint: str, sequences: int, arrival: float) -> None:
+    def __init__(self, service: Service, endpoint: str, sequences: int, arrival: float, caller: Caller) -> None:
         """Takes the slots. Raises Unavailable or Overloaded; from then on the request is served, drain or not."""
         self.loaded = service.require()
+        caller.lease.widen(sequences)
         service.admission.reserve(sequences)
         self.id = secrets.token_hex(16)
         self.streams: list[RequestStream] = []
         self.texts: list[str] = []
         """Of the prompts, where the answer has them."""
         self._service = service
+        self._caller = caller
         self._endpoint = endpoint
         self._sequences = sequences
         self._arrival = arrival
@@ -70,6 +72,7 @@ class Generation:
         self._collected = 0
         """Streams whose answers `collect` has given."""
         self._timers: list[asyncio.TimerHandle] = []
+        self._record = RECORD.get()
         self._closed = False
 
     def submit(self, jobs: Sequence[Job], options: StreamOptions) -> None:
@@ -79,8 +82,11 @@ class Generation:
         """
         service, tokenizer = self._service, self.loaded.tokenizer
         first = not self.streams
+        prompt = sum(len(job.prompt_ids) for job in jobs)
+        answers = sum(job.n * min(job.params.max_tokens, ASSUMED_TOKENS) for job in jobs)
         if first:
-            service.admission.check_tokens(sum(len(job.prompt_ids) for job in jobs))
+            service.admission.check_tokens(prompt)
+        self._caller.lease.reserve(prompt, answers, first)
         for job in jobs:
 
             def stream(id: int, job: Job = job) -> RequestStream:
@@ -90,8 +96,9 @@ class Generation:
                     params=job.params,
                     n=job.n,
                     priority=job.priority,
-                    tenant=job.tenant,
-                    salt=job.salt,
+                    tenant=self._caller.tenant,
+                    weight=self._caller.weight,
+                    salt=self._caller.salt,
                     arrival=self._arrival,
                 )
                 return RequestStream(submit, tokenizer, options, service.client.abort, service.clock, job.echo)
@@ -168,11 +175,23 @@ class Generation:
         if self._closed:
             return
         self._closed = True
+        if self._record is not None:
+            self._record.generated(self._endpoint, self.streams, self._reasons)
         for timer in self._timers:
             timer.cancel()
+        outcomes = []
         for stream, reasons in zip(self.streams, self._reasons, strict=True):
             stream.cancel()
-            self._service.metrics.end(stream, self._endpoint, _outcome(stream, reasons))
+            outcomes.append(_outcome(stream, reasons))
+            self._service.metrics.end(stream, self._endpoint, outcomes[-1])
+        if self.streams:
+            started = [stream.usage for stream in self.streams if stream.timings.scheduled is not None]
+            self._caller.lease.settle(
+                sum(usage.prompt_tokens for usage in started),
+                sum(usage.cached_tokens for usage in started),
+                sum(usage.completion_tokens for usage in started),
+                aborted="abort" in outcomes,
+            )
         self._service.admission.release(self._sequences)
 
     def _watch(self, stream: RequestStream, first: bool) -> None:

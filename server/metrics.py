@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from scheduler.messages import StepOutput
+from server.engine_process import DEATHS
 from server.streams import RequestStream
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
@@ -62,6 +63,8 @@ class Metrics:
         self.finished: Counter[tuple[str, str]] = Counter({(e, r): 0 for e in ENDPOINTS for r in FINISH_REASONS})
         """By endpoint and finish reason."""
         self.disconnects = 0
+        self.engine_restarts: Counter[str] = Counter(dict.fromkeys(DEATHS, 0))
+        """By why the engine before had ended."""
         self.http: Counter[tuple[str, str, int]] = Counter()
         """By route template, method and status."""
         self._prompt_tokens = 0

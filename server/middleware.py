@@ -1,27 +1,22 @@
-"""Around every request, as pure ASGI: its id, its key, its line in the log, its count, the bytes of its body.
+"""Around every request, as pure ASGI: its id, its line in the log, its count, the bytes of its body.
 
-    Requests ── id, log, count, bytes ──▶ ApiKeys ── 401 ──▶ the application
-
-Routes that are answered without a key are listed; every other path needs one, whether a route exists there or not.
+Requests ── id, log, count, bytes ──▶ keys.ApiKeys ── 401 ──▶ ratelimit.RateLimits ── 429 ──▶ the application
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import logging
 import time
 import uuid
-from collections.abc import Iterable
 
-from sse_starlette.sse import SendTimeoutError
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.admission import Admission
-from server.errors import AuthenticationError, error_response
 from server.metrics import Metrics
+from server.record import RECORD, Record
+from server.tracing import Tracer
 
 log = logging.getLogger("octavo.access")
 
@@ -29,6 +24,8 @@ OPEN_PATHS = frozenset({"/health", "/healthz", "/livez", "/ready", "/readyz", "/
 QUIET_PATHS = OPEN_PATHS | {"/metrics"}
 """Neither counted nor logged, except at the level debug: probes and scrapes."""
 MAX_ID_LENGTH = 128
+MAX_LOGGED_BODY = 4096
+"""Bytes of each body that --log-requests shows."""
 CLIENT_GONE = 499
 UNMATCHED = "none"
 """Label of requests that no route took: paths are the client's words."""
@@ -44,95 +41,84 @@ def request_id(given: str | None) -> str:
 class Requests:
     """The outermost layer."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, admission: Admission) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        metrics: Metrics,
+        admission: Admission,
+        tracer: Tracer | None = None,
+        log_bodies: bool = False,
+    ) -> None:
         self._app = app
         self._metrics = metrics
         self._admission = admission
+        self._tracer = tracer
+        self._log_bodies = log_bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        began = time.perf_counter()
-        id = request_id(Headers(scope=scope).get("x-request-id"))
+        headers = Headers(scope=scope)
         if len(scope["path"]) > 1:
             scope["path"] = scope["path"].rstrip("/") or "/"
+        record = Record(request_id(headers.get("x-request-id")), scope["method"][:32], ascii(scope["path"][:128])[1:-1])
         status = held = 0
         complete = False
+        body = b""
 
         async def answer(message: Message) -> None:
             nonlocal status, complete
             if message["type"] == "http.response.start":
                 status = message["status"]
-                headers = MutableHeaders(scope=message)
-                headers["x-request-id"] = id
-                headers["openai-processing-ms"] = str(round((time.perf_counter() - began) * 1000))
+                answered = MutableHeaders(scope=message)
+                answered["x-request-id"] = record.id
+                answered["openai-processing-ms"] = str(round((time.perf_counter() - record.began) * 1000))
             await send(message)
             complete = message["type"] == "http.response.body" and not message.get("more_body", False)
 
         async def hear() -> Message:
-            nonlocal status, held
+            nonlocal status, held, body
             message = await receive()
             if message["type"] == "http.request":
-                held += self._admission.hold_bytes(len(message.get("body", b"")))
+                part = message.get("body", b"")
+                held += self._admission.hold_bytes(len(part))
+                if self._log_bodies:
+                    body += part[: MAX_LOGGED_BODY - len(body)]
             elif not complete:
                 status = CLIENT_GONE
             return message
 
+        known = RECORD.set(record)
         try:
             await self._app(scope, hear, answer)
-        except (ClientDisconnect, SendTimeoutError, ConnectionError):
+        except (ClientDisconnect, ConnectionError):
             status = CLIENT_GONE
         except Exception:
             # The application has answered, if it still could.
-            log.exception("request %s failed", id)
+            log.exception("request %s failed", record.id)
         finally:
+            RECORD.reset(known)
             self._admission.free_bytes(held)
-            self._note(scope, id, status or CLIENT_GONE, time.perf_counter() - began)
+            record.ended(status or CLIENT_GONE)
+            self._note(scope, record, headers, body)
 
-    def _note(self, scope: Scope, id: str, status: int, seconds: float) -> None:
-        path, method = scope["path"], scope["method"]
-        quiet = path in QUIET_PATHS
-        if status == CLIENT_GONE:
+    def _note(self, scope: Scope, record: Record, headers: Headers, body: bytes) -> None:
+        quiet = scope["path"] in QUIET_PATHS
+        if record.status == CLIENT_GONE:
             self._metrics.disconnects += 1
-        route = getattr(scope.get("route"), "path", UNMATCHED)
+        record.route = getattr(scope.get("route"), "path", None)
+        record.key = scope.get("state", {}).get("key_name")
         if not quiet:
-            self._metrics.count_http(route, method, status)
-        log.log(
-            logging.DEBUG if quiet else logging.INFO,
-            "%s %s %d %.1f ms id=%s",
-            method,
-            ascii(path[:128])[1:-1],
-            status,
-            seconds * 1000,
-            id,
-        )
-
-
-class ApiKeys:
-    """Lets requests with a key pass, as `Authorization: Bearer KEY` or `x-api-key: KEY`. Without keys, everybody."""
-
-    def __init__(self, app: ASGIApp, keys: Iterable[str], protect_metrics: bool) -> None:
-        self._app = app
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
-        self._open = OPEN_PATHS if protect_metrics else OPEN_PATHS | {"/metrics"}
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not self._digests:
-            await self._app(scope, receive, send)
-            return
-        digest = hashlib.sha256(_sent_key(Headers(scope=scope)).encode()).digest()
-        # Every key is compared, in constant time; never `request.url`, which the Host header can bend.
-        known = sum([hmac.compare_digest(digest, expected) for expected in self._digests])
-        if not known and scope["path"] not in self._open:
-            error = AuthenticationError("The API key is missing or wrong.")
-            await error_response(error, scope["path"])(scope, receive, send)
-            return
-        if known:
-            scope.setdefault("state", {})["key_digest"] = digest
-        await self._app(scope, receive, send)
-
-
-def _sent_key(headers: Headers) -> str:
-    scheme, _, token = headers.get("authorization", "").partition(" ")
-    return token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+            self._metrics.count_http(record.route or UNMATCHED, record.method, record.status)
+        level = logging.DEBUG if quiet else logging.INFO
+        if log.isEnabledFor(level):
+            fields = record.fields()
+            if body:
+                fields["request_body"] = body.decode("utf-8", "backslashreplace")
+            log.log(level, "%(method)s %(path)s %(status)d %(duration_ms).1f ms", fields, extra={"fields": fields})
+        if self._tracer is not None and not quiet:
+            try:
+                self._tracer.send(record, headers)
+            except Exception:
+                log.exception("no span of request %s", record.id)

@@ -64,6 +64,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("get", "/ready"): Operation("State", probe=True),
     ("get", "/version"): Operation("Version"),
     ("get", "/metrics"): Operation("text/plain"),
+    ("get", "/usage"): Operation("UsageReport"),
 }
 BODY_REFUSALS = {
     "400": "A fault of the request; `param` names the field.",
@@ -71,7 +72,7 @@ BODY_REFUSALS = {
     "408": "The body came too slowly, or the request ran into --queue-timeout or --request-timeout.",
     "413": "The body is too large.",
     "415": "The body is no JSON by its content-type, or it is compressed.",
-    "429": "The queue is full; see Retry-After.",
+    "429": "The queue is full, or the key has used up what it may; see Retry-After.",
     "500": "The engine failed on this request.",
     "503": "Loading, draining, or without an engine; see Retry-After.",
 }
@@ -131,7 +132,7 @@ def _answer(operation: Operation) -> dict[str, Any]:
         return {"description": "The answer.", "content": {operation.answer: {"schema": STRING}}}
     content: dict[str, Any] = {"application/json": {"schema": ref(operation.answer)}}
     if operation.streams:
-        content["text/event-stream"] = {"schema": {"type": "string", "description": "Events, where stream is true."}}
+        content["text/event-stream"] = {"schema": ref("Event")}
     return {"description": "The answer.", "content": content}
 
 

@@ -176,16 +176,55 @@ class Settings(BaseSettings):
     api_key: Annotated[list[SecretStr], NoDecode, BeforeValidator(_commas)] = flag(
         [], "Server", "key that clients must send; more keys, each its own flag or after a comma", "KEY"
     )
+    api_keys_file: FilePath | None = flag(
+        None,
+        "Server",
+        "keys with names, limits and weights, as .yaml, .toml or .json; read again at SIGHUP",
+        "FILE",
+    )
     strict_fields: bool = flag(False, "Server", "refuse unknown fields of a request with 400 instead of ignoring them")
     protect_metrics: bool = flag(False, "Server", "ask for the key on /metrics too")
+    max_connections: int = flag(
+        4096,
+        "Server",
+        "open connections; at the limit the one that has asked for nothing for longest is closed",
+        "N",
+        ge=1,
+        le=65536,
+    )
+    send_timeout: float = flag(
+        60, "Server", "seconds that a client may read nothing of what waits for it", "SECONDS", gt=0, le=86400
+    )
     drain_timeout: float = flag(
         30, "Server", "seconds that running requests get to finish after SIGTERM", "SECONDS", ge=0, le=86400
+    )
+    watchdog_timeout: float = flag(
+        30,
+        "Server",
+        "seconds of silence, with work pending, after which the engine is restarted",
+        "SECONDS",
+        ge=1,
+        le=86400,
+    )
+    max_engine_restarts: int = flag(
+        5,
+        "Server",
+        "restarts of the engine in a row that bring no token; then the server ends; 0: none",
+        "N",
+        ge=0,
+        le=1000,
     )
     metrics_alias: Literal["vllm", "none"] = flag(
         "vllm", "Server", "names on /metrics beside octavo_*: vllm, what dashboards for vLLM read"
     )
     log_level: Literal["debug", "info", "warning", "error"] = flag("info", "Server", "least severe line that is logged")
     log_format: Literal["text", "json"] = flag("text", "Server", "one line of text, or one JSON object a line")
+    log_requests: bool = flag(
+        False, "Server", "log the first 4 KiB of every request body, prompts included; by default no prompt is logged"
+    )
+    otlp_traces_endpoint: Annotated[str, StringConstraints(pattern=r"^https?://")] | None = flag(
+        None, "Server", "URL that OpenTelemetry spans are sent to, e.g. http://127.0.0.1:4318/v1/traces", "URL"
+    )
 
     @field_validator("api_key")
     @classmethod
@@ -195,6 +234,15 @@ class Settings(BaseSettings):
         if any(not key.get_secret_value() for key in keys):
             raise ValueError("a key must not be empty")
         return keys
+
+    @field_validator("api_keys_file")
+    @classmethod
+    def _keys_file(cls, file: Path | None) -> Path | None:
+        from server.key_file import read_keys
+
+        if file is not None:
+            read_keys(file)
+        return file
 
     @classmethod
     def settings_customise_sources(
@@ -221,10 +269,10 @@ class Settings(BaseSettings):
         )
 
 
-def read_file(path: Path) -> dict[str, Any]:
-    """Settings of a YAML, TOML or JSON file, told apart by its suffix; keys with dashes or underscores.
+def read_file(path: Path, flag: str = "--config") -> dict[str, Any]:
+    """The mapping in a YAML, TOML or JSON file, told apart by its suffix; keys with dashes or underscores.
 
-    Raises BadSettings.
+    `flag` named it. Raises BadSettings.
     """
     readers: dict[str, Callable[[str], Any]] = {
         ".yaml": yaml.safe_load,
@@ -234,15 +282,18 @@ def read_file(path: Path) -> dict[str, Any]:
     }
     reader = readers.get(path.suffix)
     if reader is None:
-        raise BadSettings(f"--config {path}: must end in .yaml, .yml, .toml or .json")
+        raise BadSettings(f"{flag} {path}: must end in .yaml, .yml, .toml or .json")
     try:
         content = reader(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise BadSettings(f"--config {path}: {error.strerror}") from None
+        raise BadSettings(f"{flag} {path}: {error.strerror}") from None
     except (ValueError, yaml.YAMLError) as error:
-        raise BadSettings(f"--config {path}: {' '.join(str(error).split())}") from None
+        # YAML's own message quotes the line, and there may be a key in it.
+        mark = getattr(error, "problem_mark", None)
+        place = f"line {mark.line + 1}, column {mark.column + 1}: not valid YAML" if mark is not None else str(error)
+        raise BadSettings(f"{flag} {path}: {' '.join(place.split())}") from None
     if not isinstance(content, dict):
-        raise BadSettings(f"--config {path}: must hold a mapping of settings")
+        raise BadSettings(f"{flag} {path}: must hold a mapping of settings")
     return {str(key).replace("-", "_"): value for key, value in content.items() if value is not None}
 
 

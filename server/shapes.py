@@ -3,7 +3,10 @@ stands under `maybe`; there may be more fields."""
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
+
+from server.ledger import Account
 
 Schema = dict[str, Any]
 
@@ -166,6 +169,7 @@ MODEL = record(
 )
 TOKENS = array(INTEGER)
 
+ACCOUNT: dict[str, Schema] = {field.name: INTEGER for field in fields(Account)}
 SHAPES: dict[str, Schema] = {
     "Completion": record(
         {**HEAD, "object": constant("text_completion"), "choices": array(COMPLETION_CHOICE), "usage": USAGE}
@@ -239,8 +243,24 @@ SHAPES: dict[str, Schema] = {
     "Text": record({"prompt": STRING, "content": STRING}),
     "Prompt": record({"prompt": STRING}),
     "ChatTokens": record({"object": constant("chat.completion.input_tokens"), "input_tokens": INTEGER}),
-    "State": record({"status": constant("loading", "ready", "draining", "stalled", "dead")}),
+    "State": record({"status": constant("loading", "ready", "draining", "restarting", "stalled", "dead")}),
     "Version": record({"version": STRING}),
+    "Event": {**record({"data": STRING}, {"event": STRING}), "description": "Each event, where `stream` is true."},
+    "UsageReport": record(
+        {
+            "object": constant("list"),
+            "since": INTEGER,
+            "data": array(
+                record(
+                    {
+                        "name": nullable(STRING),
+                        **ACCOUNT,
+                        "days": array(record({"date": {"type": "string", "format": "date"}, **ACCOUNT})),
+                    }
+                )
+            ),
+        }
+    ),
     "Error": record(
         {"error": record({"message": STRING, "type": STRING, "param": nullable(STRING), "code": nullable(STRING)})}
     ),

@@ -10,12 +10,14 @@ protocol has typed events.
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from typing import Any
 
 import orjson
-from sse_starlette.sse import AppStatus, EventSourceResponse, SendTimeoutError
+from sse_starlette.sse import AppStatus, EventSourceResponse
 from starlette.types import Receive, Scope, Send
 
 from server.connection import OUTLET, Outlet
@@ -23,20 +25,28 @@ from server.errors import RequestError
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
+SURROGATE = re.compile("[\ud800-\udfff]")
 QUIET_SECONDS = 10.0
 """A comment goes out where nothing was written for so long: silence never lasts 15 s."""
 TEXT = "\0text"
 """Stands for a text that is not known yet."""
-SEND_SECONDS = 60.0
-"""A client that reads nothing for so long is gone."""
 
 # This server drains by itself (`daemon`); sse-starlette would cut every stream at SIGTERM.
 AppStatus.disable_automatic_graceful_drain()  # type: ignore[no-untyped-call]
 
 
+def dumps(value: Any) -> bytes:
+    """JSON; half a surrogate pair, which is no character, becomes U+FFFD."""
+    try:
+        return orjson.dumps(value)
+    except TypeError:
+        text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+        return SURROGATE.sub("\ufffd", text).encode()
+
+
 def typed(event: Mapping[str, Any]) -> bytes:
     """An event that says its type twice, as the clients of /v1/responses and /v1/messages read it."""
-    return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), orjson.dumps(event))
+    return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), dumps(event))
 
 
 class Frames:
@@ -65,7 +75,7 @@ class Frames:
         if around is None:
             before, _, behind = self.chunk(orjson.dumps(self._shape(index))).rpartition(orjson.dumps(TEXT))
             around = self._around[index] = before, behind
-        return b"%b%b%b" % (around[0], orjson.dumps(text), around[1])
+        return b"%b%b%b" % (around[0], dumps(text), around[1])
 
     def beside(self, choice: bytes, fields: dict[str, Any]) -> bytes:
         """The same with usage and the like beside it; no choice makes the last chunk of `include_usage`."""
@@ -74,7 +84,7 @@ class Frames:
 
 def error_frames(error: RequestError) -> bytes:
     """How a stream that has begun ends when it fails."""
-    return b"data: " + orjson.dumps(error.body()) + b"\n\n" + DONE
+    return b"data: " + dumps(error.body()) + b"\n\n" + DONE
 
 
 class EventStream(EventSourceResponse):
@@ -87,7 +97,7 @@ class EventStream(EventSourceResponse):
     def __init__(self, frames: AsyncGenerator[bytes, None], close: Callable[[], None]) -> None:
         """`frames` yields whole frames, any number at a time; each is one write. `close` is called when the response is
         over, even where it never began."""
-        super().__init__(frames, headers={"Cache-Control": "no-cache"}, sep="\n", send_timeout=SEND_SECONDS)
+        super().__init__(frames, headers={"Cache-Control": "no-cache"}, sep="\n")
         self._frames = frames
         self._close = close
         self._clock = asyncio.get_running_loop().time
@@ -104,25 +114,19 @@ class EventStream(EventSourceResponse):
     async def _stream_response(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         outlet, clock = self._outlet, self._clock
+        if outlet is not None:
+            outlet.begun = True
         async with aclosing(self._frames) as frames:
             async for data in frames:
                 self._written = clock()
                 if outlet is None:
-                    await self._send_with_timeout(send, {"type": "http.response.body", "body": data, "more_body": True})
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
                 elif not outlet.write(data):
-                    await self._room(outlet)
+                    # What comes meanwhile is merged in its RequestStream; its Connection knows how long is too long.
+                    await outlet.drain()
         async with self._send_lock:
             self.active = False
             await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def _room(self, outlet: Outlet) -> None:
-        """Wait for a slow client; what comes meanwhile is merged in its RequestStream. Raises SendTimeoutError."""
-        try:
-            async with asyncio.timeout(SEND_SECONDS):
-                await outlet.drain()
-        except TimeoutError:
-            outlet.abort()
-            raise SendTimeoutError from None
 
     async def _ping(self, send: Send) -> None:
         """Comments where it is quiet: one timer per quiet period, however many events there are."""
@@ -135,10 +139,9 @@ class EventStream(EventSourceResponse):
             if self._outlet is None:
                 async with self._send_lock:
                     if self.active:
-                        message = {"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True}
-                        await self._send_with_timeout(send, message)
-            elif not self._outlet.write(KEEP_ALIVE):
-                await self._room(self._outlet)
+                        await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
+            elif self._outlet.room:
+                self._outlet.write(KEEP_ALIVE)
 
     @staticmethod
     async def _listen_for_exit_signal() -> None:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from model.errors import ModelError
 from model.source import resolve
 from scheduler.messages import Progress
+from server.connections import allow_files
 from server.engine_process import EngineProcess
 from server.settings import Settings
 
@@ -55,10 +56,12 @@ def serve(settings: Settings, worker: Sequence[str] | None = None) -> int:
         with EngineProcess(worker) as engine:
             from server.daemon import Daemon
 
+            if (room := allow_files()) < settings.max_connections:
+                warn(f"--max-connections {settings.max_connections}: open files are limited, so that {room} remain")
             report(Progress("model", f"{source.name}: {source.kind} {source.path}"))
             report(Progress("import", "torch and the model code"))
 
             async def run() -> int:
-                return await Daemon(settings, sock, source, engine).run()
+                return await Daemon(settings, sock, source, engine, lambda: EngineProcess(worker)).run()
 
             return asyncio.run(run())

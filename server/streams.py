@@ -141,8 +141,11 @@ class RequestStream:
         return 0.0 if self._unread_since is None else self._clock() - self._unread_since
 
     def resubmit(self) -> Submit:
-        """What to send to a restarted engine; then send Abort(id, index) for every index in `finished_indices`."""
-        return msgspec.structs.replace(self.submit, generated=[list(tokens) for tokens in self.tokens])
+        """What to send to an engine that knows nothing of the request: with it goes what its reader has."""
+        tokens, finished = self.tokens, self.finished_indices
+        if not finished and not any(tokens):
+            return self.submit
+        return msgspec.structs.replace(self.submit, generated=[list(known) for known in tokens], finished=finished)
 
     def started(self, started: Started) -> None:
         """The engine admitted it. Only the first time counts: after a restart everything is computed again."""

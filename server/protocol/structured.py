@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 import orjson
 from pydantic import BeforeValidator, Field, StringConstraints, model_validator
 
+from model.config_fields import MAX_DEPTH, depth
 from server.errors import InvalidRequest
 from server.protocol.base import Body
 from server.structured.structure import WHITESPACE, Kind, Structure
@@ -16,16 +17,23 @@ Source = tuple[Kind, str, Any]
 """Kind, the field that asks for it, and what it holds."""
 MAX_CHOICES = 100_000
 MAX_TAGS = 128
+MAX_TEXT = 256 * 1024
+"""Characters of JSON in a text, which the limits of a body do not look into; no grammar may have more either."""
 
 
 def _parsed(value: object) -> object:
     """A schema or tag may also come as its JSON text."""
     if not isinstance(value, str):
         return value
+    if len(value) > MAX_TEXT:
+        raise ValueError(f"longer than {MAX_TEXT} characters")
     try:
-        return orjson.loads(value)
+        parsed = orjson.loads(value)
     except orjson.JSONDecodeError as error:
         raise ValueError(f"must be an object, or its JSON text: {error}") from None
+    if depth(parsed) > MAX_DEPTH:
+        raise ValueError(f"nested more than {MAX_DEPTH} levels deep")
+    return parsed
 
 
 Schema = Annotated[dict[str, Any], BeforeValidator(_parsed)]

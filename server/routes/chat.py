@@ -20,7 +20,7 @@ from server.logprobs import TokenEntry, chat_logprobs, prompt_logprobs
 from server.parsing.answer import AnswerFormat, AnswerParser
 from server.pieces import joined
 from server.protocol.chat import ChatRequest
-from server.service import Caller, Service, service_of
+from server.service import Service, service_of
 from server.sse import DONE, TEXT, Frames
 from server.streams import SequenceResult, TextEvent
 from server.template import Chat
@@ -37,19 +37,17 @@ async def create_chat_completion(http: Request) -> Response:
     arrival = service.clock()
     body, chat = await read_object(http, service, lambda value: conversation(ChatRequest, value))
     model = service.check_model(body.model)
-    generation = Generation(service, "chat", body.sequences, arrival)
-    answer = ChatAnswer(service, generation, body, chat, model, service.caller(http, body.cache_salt, body.user))
+    caller = service.caller(http, body.cache_salt, body.user)
+    generation = Generation(service, "chat", body.sequences, arrival, caller)
+    answer = ChatAnswer(service, generation, body, chat, model)
     return await respond(http, answer, body.stream)
 
 
 class ChatAnswer:
-    def __init__(
-        self, service: Service, generation: Generation, body: ChatRequest, chat: Chat, model: str, caller: Caller
-    ) -> None:
+    def __init__(self, service: Service, generation: Generation, body: ChatRequest, chat: Chat, model: str) -> None:
         self.generation = generation
         self._body = body
         self._chat = chat
-        self._caller = caller
         self._format = AnswerFormat()
         last = chat.messages[-1]
         self._echo: str = (last.get("content") or "") if body.echo and last["role"] == "assistant" else ""
@@ -69,7 +67,7 @@ class ChatAnswer:
         }
 
     async def start(self) -> None:
-        self._format = await begin(self.generation, self._body, self._chat, self._caller)
+        self._format = await begin(self.generation, self._body, self._chat)
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
         body = self._body

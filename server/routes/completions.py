@@ -20,7 +20,7 @@ from server.generation import Generation, Job, best, stream_options
 from server.logprobs import TokenEntry, completion_logprobs, prompt_logprobs
 from server.prompts import Prompt, check_values
 from server.protocol.completions import CompletionRequest
-from server.service import Caller, Service, service_of
+from server.service import Service, service_of
 from server.sse import DONE, TEXT, Frames
 from server.streams import SequenceResult, TextEvent
 
@@ -38,19 +38,17 @@ async def create_completion(http: Request) -> Response:
     arrival = service.clock()
     body = await read_object(http, service, lambda value: validate(CompletionRequest, value))
     model = service.check_model(body.model)
-    generation = Generation(service, "completions", len(body.prompt) * body.sequences, arrival)
-    answer = CompletionAnswer(service, generation, body, model, service.caller(http, body.cache_salt, body.user))
+    caller = service.caller(http, body.cache_salt, body.user)
+    generation = Generation(service, "completions", len(body.prompt) * body.sequences, arrival, caller)
+    answer = CompletionAnswer(service, generation, body, model)
     return await respond(http, answer, body.stream)
 
 
 class CompletionAnswer:
-    def __init__(
-        self, service: Service, generation: Generation, body: CompletionRequest, model: str, caller: Caller
-    ) -> None:
+    def __init__(self, service: Service, generation: Generation, body: CompletionRequest, model: str) -> None:
         self.generation = generation
         self._service = service
         self._body = body
-        self._caller = caller
         self._fixed = {
             "id": f"cmpl-{generation.id}",
             "object": "text_completion",
@@ -65,7 +63,7 @@ class CompletionAnswer:
         """Choices that have had their first chunk."""
 
     async def start(self) -> None:
-        body, caller = self._body, self._caller
+        body = self._body
         prompts, sampling = self.generation.loaded.prompts, self.generation.loaded.sampling
         asked = [k for k in (body.logprobs if body.echo else None, body.prompt_logprobs) if k is not None]
         highest = max(asked, default=None)
@@ -101,8 +99,6 @@ class CompletionAnswer:
                     params(max_tokens),
                     body.sequences,
                     body.priority,
-                    caller.tenant,
-                    caller.salt,
                     echo,
                     text,
                 )

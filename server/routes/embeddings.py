@@ -18,7 +18,7 @@ from server.errors import InvalidRequest, Unsupported
 from server.generation import Generation, Job
 from server.prompts import Prompt
 from server.protocol.embeddings import EmbeddingRequest
-from server.service import Caller, Service, service_of
+from server.service import Service, service_of
 from server.streams import StreamOptions
 
 router = APIRouter()
@@ -37,10 +37,11 @@ async def create_embeddings(http: Request) -> Response:
     model = service.check_model(body.model)
     pooling = _pooling(body, service.require().ready.embedding)
     # A request may have more inputs than there are slots; it takes them in turn.
-    width = min(len(body.input), service.admission.max_running)
-    generation = Generation(service, "embeddings", width, arrival)
     caller = service.caller(http, body.cache_salt, body.user)
-    return await respond(http, EmbeddingAnswer(service, generation, body, pooling, model, caller, width), False)
+    most = service.admission.max_running
+    width = min(len(body.input), most, caller.lease.max_sequences or most)
+    generation = Generation(service, "embeddings", width, arrival, caller)
+    return await respond(http, EmbeddingAnswer(service, generation, body, pooling, model, width), False)
 
 
 def _pooling(body: EmbeddingRequest, config: EmbeddingConfig) -> Pooling:
@@ -72,7 +73,6 @@ class EmbeddingAnswer:
         body: EmbeddingRequest,
         pooling: Pooling,
         model: str,
-        caller: Caller,
         width: int,
     ) -> None:
         """`width`: inputs that are in flight together."""
@@ -81,7 +81,6 @@ class EmbeddingAnswer:
         self._body = body
         self._params = SamplingParams(max_tokens=0, seed=0, pooling=pooling)
         self._model = model
-        self._caller = caller
         self._width = width
         self._waves: Iterator[list[Prompt]] = iter(())
 
@@ -100,8 +99,7 @@ class EmbeddingAnswer:
         return await self.generation.loaded.prompts.threaded(self._json)
 
     def _submit(self, wave: Sequence[Prompt]) -> None:
-        priority, caller = self._body.priority, self._caller
-        jobs = [Job(prompt.ids, self._params, 1, priority, caller.tenant, caller.salt) for prompt in wave]
+        jobs = [Job(prompt.ids, self._params, 1, self._body.priority) for prompt in wave]
         self.generation.submit(jobs, StreamOptions())
 
     def _cut(self, built: Sequence[Prompt]) -> Iterator[list[Prompt]]:

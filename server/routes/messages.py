@@ -21,7 +21,7 @@ from server.message_content import Event, MessageContent
 from server.parsing.answer import AnswerFormat
 from server.protocol.chat import ChatRequest
 from server.protocol.messages import CountRequest, MessagesRequest
-from server.service import Caller, service_of
+from server.service import service_of
 from server.sse import typed
 from server.template import Chat
 
@@ -37,9 +37,9 @@ async def create_message(http: Request) -> Response:
     arrival = service.clock()
     body, chat_body, chat = await read_object(http, service, lambda value: _read(MessagesRequest, value))
     model = service.check_model(body.model)
-    generation = Generation(service, "messages", 1, arrival)
     caller = service.caller(http, body.cache_salt, body.metadata.user_id)
-    answer = MessageAnswer(generation, body, chat_body, chat, model, caller)
+    generation = Generation(service, "messages", 1, arrival, caller)
+    answer = MessageAnswer(generation, body, chat_body, chat, model)
     return await respond(http, answer, body.stream, answer.failed)
 
 
@@ -71,7 +71,6 @@ class MessageAnswer:
         chat_body: ChatRequest,
         chat: Chat,
         model: str,
-        caller: Caller,
     ) -> None:
         """`chat_body` and `chat`: the request in the words of chat."""
         self.generation = generation
@@ -79,12 +78,11 @@ class MessageAnswer:
         self._chat_body = chat_body
         self._chat = chat
         self._model = model
-        self._caller = caller
         self._format = AnswerFormat()
         self._content = MessageContent()
 
     async def start(self) -> None:
-        self._format = await begin(self.generation, self._chat_body, self._chat, self._caller, CHAT_NAMES)
+        self._format = await begin(self.generation, self._chat_body, self._chat, CHAT_NAMES)
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
         yield _framed(

@@ -27,7 +27,7 @@ from server.protocol.chat import ChatRequest
 from server.protocol.items import MAX_ITEMS, Item, ReferenceItem, parse_items
 from server.protocol.responses import InputFields, ResponseRequest
 from server.response_output import Event, ResponseOutput
-from server.service import Caller, Service, service_of
+from server.service import Service, service_of
 from server.sse import typed
 from server.store import Record
 from server.template import Chat
@@ -50,9 +50,9 @@ async def create_response(http: Request) -> Response:
     body, value = await read_object(http, service, lambda value: (validate(ResponseRequest, value), value))
     model = service.check_model(body.model)
     items, chat_body, chat = await _chat(body, value, _stored(service, body, service.owner(http)))
-    generation = Generation(service, "responses", 1, arrival)
     caller = service.caller(http, body.cache_salt, body.user)
-    answer = ResponseAnswer(service, generation, body, items, chat_body, chat, model, caller, service.owner(http))
+    generation = Generation(service, "responses", 1, arrival, caller)
+    answer = ResponseAnswer(service, generation, body, items, chat_body, chat, model, service.owner(http))
     return await respond(http, answer, body.stream, answer.failed)
 
 
@@ -165,7 +165,6 @@ class ResponseAnswer:
         chat_body: ChatRequest,
         chat: Chat,
         model: str,
-        caller: Caller,
         owner: bytes,
     ) -> None:
         """`items`: what it answers; `chat_body` and `chat`: the same in the words of chat."""
@@ -176,7 +175,6 @@ class ResponseAnswer:
         self._chat_body = chat_body
         self._chat = chat
         self._model = model
-        self._caller = caller
         self._owner = owner
         self._format = AnswerFormat()
         self._created = int(time.time())
@@ -185,7 +183,7 @@ class ResponseAnswer:
         self._output = ResponseOutput(customs, body.logprobs)
 
     async def start(self) -> None:
-        self._format = await begin(self.generation, self._chat_body, self._chat, self._caller, CHAT_NAMES)
+        self._format = await begin(self.generation, self._chat_body, self._chat, CHAT_NAMES)
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
         kinds = ("response.created", "response.in_progress")

@@ -141,7 +141,8 @@ class Structures:
             async with asyncio.timeout(WAIT_SECONDS):
                 await self._turns.acquire()
         except TimeoutError:
-            raise Overloaded("Too many grammars are waiting to be compiled.", retry_after=2) from None
+            text = "Too many grammars are waiting to be compiled."
+            raise Overloaded(text, retry_after=2, reason="grammar_checkers") from None
         try:
             verdict = self._known.get(structure)  # another request may have asked for the same
             return verdict or await self._asked(structure)

@@ -13,7 +13,7 @@ import pytest
 from tests.clients.conftest import ROOT
 
 CASES = 2000
-PER_OPERATION = 120
+PER_OPERATION = 110
 CHECKS = (
     *("not_a_server_error", "status_code_conformance", "content_type_conformance"),
     *("response_headers_conformance", "response_schema_conformance", "unsupported_method", "allow_header_conformance"),

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,14 +75,16 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def serve(*flags: str, loaded: bool = True) -> Iterator[Daemon]:
+def serve(
+    *flags: str, loaded: bool = True, program: Sequence[str] = ("-m", "server"), status: int = 0
+) -> Iterator[Daemon]:
     """Run `octavo serve FLAGS`, as soon as the model is loaded or, not `loaded`, as soon as it answers at all; ends it
-    with SIGTERM and asserts a clean exit."""
+    with SIGTERM, where it has not ended, and asserts its exit status. `program`: what to run in the place of octavo."""
     port = free_port()
     log = Path(tempfile.mkstemp(prefix="octavo-e2e-", suffix=".log")[1])
     with log.open("wb") as out:
         process = subprocess.Popen(
-            [sys.executable, "-m", "server", "serve", "--port", str(port), *flags],
+            [sys.executable, *program, "serve", "--port", str(port), *flags],
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,
@@ -107,5 +109,5 @@ def serve(*flags: str, loaded: bool = True) -> Iterator[Daemon]:
         except subprocess.TimeoutExpired:
             process.kill()
             raise
-    assert code == 0, f"exit {code}:\n{log.read_text()[-2000:]}"
+    assert code == status, f"exit {code}:\n{log.read_text()[-2000:]}"
     log.unlink()

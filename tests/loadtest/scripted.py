@@ -48,7 +48,10 @@ class Scripted:
     url: str = ""
     bodies: list[dict[str, Any]] = field(default_factory=list)
     """Of all POSTs to a completions endpoint, in order of arrival."""
+    keys: list[str | None] = field(default_factory=list)
+    """What was sent as Authorization with each of them."""
     headers: list[dict[str, str]] = field(default_factory=list)
+    """Of all GETs."""
     in_flight: int = 0
     most_in_flight: int = 0
 
@@ -62,6 +65,7 @@ class Scripted:
         body = await request.json()
         if request.path.endswith("completions"):
             self.bodies.append(body)
+            self.keys.append(request.headers.get("Authorization"))
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
         try:

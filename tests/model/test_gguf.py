@@ -146,6 +146,9 @@ LIES: list[tuple[bytes, str]] = [
     (head(tensors=1) + info(offset=1) + bytes(64), "aligned"),
     (head(tensors=1) + info(dims=(400,)) + bytes(64), "end of the file"),
     (head(tensors=2) + info() * 2 + bytes(64), "twice"),
+    (head(tensors=2) + info("a") + info("b") + bytes(96), "a and b overlap"),
+    (head(tensors=2) + info("a", (16,)) + info("b", offset=32) + bytes(192), "a and b overlap"),
+    (head(tensors=2) + info("a") + info("x\ny", offset=2**20) + bytes(64), "x\\ny ends"),
     (head(tensors=1) + info(name="n" * 300) + bytes(64), "bytes in a tensor's name"),
 ]
 

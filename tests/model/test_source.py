@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import sys
 from pathlib import Path
 from typing import Any, NoReturn
@@ -13,6 +14,7 @@ import pytest
 from huggingface_hub import errors
 from huggingface_hub.utils._paths import filter_repo_objects
 
+from model.errors import ModelError
 from model.source import HUB_DUPLICATES, HUB_FILES, ModelNotFound, ModelSource, resolve
 
 
@@ -138,3 +140,48 @@ def test_of_a_hub_model_its_pooling_is_had_and_no_second_weights() -> None:
     ]
     filtered = filter_repo_objects(files, allow_patterns=HUB_FILES, ignore_patterns=HUB_DUPLICATES)
     assert list(filtered) == ["config.json", "model.safetensors", "1_Pooling/config.json", "modules.json"]
+
+
+@pytest.mark.usefixtures("no_hub")
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "chat_template.jinja", "1_Pooling/config.json"])
+@pytest.mark.parametrize("target", ["secret", "model-2/secret", "itself"])
+@pytest.mark.parametrize("relative", [False, True])
+def test_no_file_of_a_folder_leads_elsewhere(tmp_path: Path, name: str, target: str, relative: bool) -> None:
+    (tmp_path / "secret").touch()
+    touch(tmp_path / "model-2", "secret")
+    folder = touch(tmp_path / "model", "config.json", "model.safetensors")
+    (folder / "1_Pooling").mkdir()
+    link = folder / name
+    link.unlink(missing_ok=True)
+    aim = link if target == "itself" else tmp_path / target
+    link.symlink_to(os.path.relpath(aim, link.parent) if relative else aim)
+    with pytest.raises(ModelError, match=f"{name} is a link to something outside the folder"):
+        resolve(str(folder))
+
+
+@pytest.mark.usefixtures("no_hub")
+def test_links_within_a_folder_and_into_the_hubs_cache_are_followed(tmp_path: Path) -> None:
+    folder = touch(tmp_path / "model", "config.json", "weights")
+    (folder / "model.safetensors").symlink_to("weights")
+    (tmp_path / "link").symlink_to(folder)
+    assert resolve(str(tmp_path / "link")).path == tmp_path / "link"
+    blobs = touch(tmp_path / "blobs", "1", "2")
+    snapshot = tmp_path / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    for name, blob in (("config.json", "1"), ("model.safetensors", "2")):
+        (snapshot / name).symlink_to(Path("../..") / "blobs" / blob)
+    assert resolve(str(snapshot)).kind == "folder"
+    (tmp_path / "snapshots" / "config.json").symlink_to(blobs / "1")
+    (snapshot / "tokenizer.json").symlink_to("../../elsewhere")
+    with pytest.raises(ModelError, match=r"tokenizer\.json is a link"):
+        resolve(str(snapshot))
+
+
+@pytest.mark.usefixtures("no_hub")
+def test_a_gguf_file_found_in_a_folder_is_in_it(tmp_path: Path) -> None:
+    file = touch(tmp_path / "files", "x.gguf") / "x.gguf"
+    link = touch(tmp_path / "folder") / "y.gguf"
+    link.symlink_to(file)
+    assert resolve(str(link)).path == link  # who names a file means it
+    with pytest.raises(ModelError, match=r"y\.gguf is a link"):
+        resolve(str(link.parent))

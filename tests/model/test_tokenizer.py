@@ -135,6 +135,13 @@ def test_decoders_that_cannot_be_streamed(decoder: Any) -> None:
         ByteDecoder(decoder, "x")
 
 
+def test_a_decoder_does_not_let_a_token_grow() -> None:
+    """Forty steps that double a text would make a terabyte of one letter."""
+    double = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+    with pytest.raises(ModelError, match="longer one"):
+        ByteDecoder({"type": "Sequence", "decoders": [double] * 40}, "x")
+
+
 @pytest.mark.parametrize(
     "definition", [{}, {"model": {}}, {"model": {"type": "BPE", "vocab": {}, "merges": [["a", "b"]]}}]
 )

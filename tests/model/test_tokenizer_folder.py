@@ -13,6 +13,7 @@ import transformers
 from model.errors import ModelError
 from model.source import ModelSource
 from model.tokenizer import GenerationDefaults, Tokenizer, load_tokenizer
+from tests.fuzzing import within
 
 CORPUS = ["hello world, hello tokens", "numbers 1 22 333", "spaces   and\n\nnewlines", "héllo wörld 家"]
 
@@ -161,3 +162,21 @@ def test_senseless_chat_templates(folder: Path, template: Any) -> None:
 def test_without_tokenizer_json(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"tokenizer\.json"):
         load(tmp_path)
+
+
+def test_an_absurd_id_costs_nothing(folder: Path) -> None:
+    """What has a slot for every id must not be made for four billion."""
+    definition = json.loads((folder / "tokenizer.json").read_text())
+    definition["model"]["vocab"]["hello"] = 2**32 - 1
+    (folder / "tokenizer.json").write_text(json.dumps(definition))
+    with within(5, 64 << 20), pytest.raises(ModelError, match="the id 4294967295; the limit is 8388607"):
+        load(folder)
+
+
+def test_code_of_a_folder_is_not_even_looked_for(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """transformers would take this class from the folder's own file, if somebody trusted it."""
+    ran = tmp_path_factory.mktemp("out") / "ran"
+    (folder / "evil.py").write_text(f"open({str(ran)!r}, 'w')\nclass Evil: pass\n")
+    write(folder, "tokenizer_config.json", tokenizer_class="Evil", auto_map={"AutoTokenizer": ["evil.Evil", None]})
+    assert load(folder).encode("hello", add_special_tokens=False)
+    assert not ran.exists()

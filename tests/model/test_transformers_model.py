@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -126,4 +127,14 @@ def test_pickled_weights_are_never_read(tmp_path: Path) -> None:
     (folder / "model.safetensors").unlink()
     torch.save({}, folder / "pytorch_model.bin")
     with pytest.raises(ModelError, match="cannot be loaded by transformers"):
+        loaded(folder)
+
+
+@pytest.mark.parametrize("target", ["../secret.safetensors", "/etc/passwd", "pytorch_model.bin"])
+def test_an_index_cannot_lead_elsewhere(target: str, tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model", "GPTNeoXForCausalLM", *SERVED["GPTNeoXForCausalLM"])
+    (folder / "model.safetensors").rename(tmp_path / "secret.safetensors")
+    index = {"metadata": {}, "weight_map": {"gpt_neox.embed_in.weight": target}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelError, match="no safetensors file in the folder"):
         loaded(folder)

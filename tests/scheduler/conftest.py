@@ -201,6 +201,8 @@ class World:
         logprobs: int | None = None,
         prompt_logprobs: int | None = None,
         seed: int = 0,
+        tenant: str = "",
+        weight: float = 1.0,
     ) -> int:
         """Put a Submit into the inbox; its id."""
         prompt = list(prompt)
@@ -219,6 +221,8 @@ class World:
             n=n,
             generated=generated or [],
             priority=priority,
+            tenant=tenant,
+            weight=weight,
             salt=salt,
             arrival=self.now,
         )

@@ -122,6 +122,21 @@ def test_purse_beside_decodes_stays_below_the_slowdown() -> None:
         assert whole + model.token_seconds + model.pair_seconds * (start + count) > allowed
 
 
+def test_more_prompts_than_streams_make_a_step_longer() -> None:
+    model = taught()
+    budget = Budget(512, target=0.1, cost=model)
+    alone = model.decode_seconds(8, 4000)
+
+    def whole(prompts: int) -> float:
+        count = budget.purse(8, 4000, prompts).afford(0)
+        return model.seconds(Work(8, 4000, count, count * count / 2))
+
+    usual = whole(1)
+    assert usual == whole(3) <= 2.2 * alone
+    assert whole(6) == pytest.approx(2.5 * usual, rel=0.1)
+    assert whole(9) == whole(500) == pytest.approx(4 * usual, rel=0.1)
+
+
 def test_purse_alone_fills_the_target() -> None:
     model = taught()
     count = Budget(512, target=0.5, cost=model).purse(0, 0).afford(0)

@@ -69,6 +69,27 @@ def test_streams_go_on_beside_a_long_prompt(world: type[World], name: str, strea
     it.verify()
 
 
+@pytest.mark.parametrize("name", MACHINES)
+def test_a_crowd_of_prompts_is_not_kept_waiting_for_a_few_streams(world: type[World], name: str) -> None:
+    """32 clients in closed loop, 256 tokens in and 64 out: half of them stream at a time, and gaps are bounded."""
+    limits = Limits(max_num_seqs=64, max_num_batched_tokens=512, max_model_len=4000, target_step_time=0.1)
+    it = world(blocks=2000, block_size=16, limits=limits)
+    it.runner.seconds = machine = MACHINES[name]
+    for number in range(64):
+        it.add([number % 40, number // 40, *range(254)], max_tokens=64, seed=number)
+        if number < 32:
+            continue
+        while sum(not stream.finish for stream in it.streams.values()) > 32:
+            it.step()
+    rows = [len(batch) for batch in it.runner.batches[len(it.runner.batches) // 3 :]]
+    assert median(rows) >= 16
+    it.run()
+    it.verify()
+    gaps = [b - a for number in it.times for a, b in pairwise(it.times[number])]
+    step = machine.base + 32 * machine.row
+    assert max(gaps) <= 12 * max(step, 0.1)
+
+
 def test_short_prompts_pass_a_long_one_that_finishes_too(world: type[World]) -> None:
     limits = Limits(max_num_seqs=16, max_num_batched_tokens=64, max_model_len=10_000)
     it = world(blocks=1000, limits=limits)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from scheduler import policy
+from scheduler import policy, shares
 from scheduler.budget import Budget
 from scheduler.limits import Limits
 from scheduler.sequence import Sequence
@@ -112,3 +112,24 @@ def test_a_burst_of_long_prompts_is_not_hashed_at_once(monkeypatch: pytest.Monke
     assert max(after - before for before, after in itertools.pairwise(hashed)) <= 60 + 100 + 60, "the head, and two"
     assert hashed[-1] == 31 * 60
     world.verify()
+
+
+@pytest.mark.parametrize("situation", ["every seat taken", "admitting"])
+def test_a_step_is_the_same_beside_many_tenants(situation: str) -> None:
+    """One with a step's rows, and 200 or 2,000 others that wait."""
+    costs = []
+    for waiting in (200, 2_000):
+        world = decoding(**{} if situation == "every seat taken" else {"max_num_seqs": 4_000})
+        if situation == "admitting":
+            world.engine._budget = Budget(ROWS + 24)
+        for number in range(waiting):
+            world.add([number] * 40, max_tokens=5, tenant=str(number), salt=b"%d" % number)
+        world.engine.step(world.inbox)
+        for _ in range(5):
+            world.engine.step()
+        for sequence in world.engine._state.waiting:
+            sequence.__class__ = Watched
+        Watched.seen.clear()
+        costs.append((lines(world.engine.step), len(Watched.seen)))
+    assert abs(costs[0][0] - costs[1][0]) <= 0.02 * costs[0][0]
+    assert costs[0][1] == costs[1][1] <= policy.WINDOW + shares.MOST_HEADS

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import random
+import weakref
 from typing import TYPE_CHECKING
 
 import pytest
 
+from model.batch import Batch, Row
+from model.params import SamplingParams
+from scheduler.isolation import Broken, collect, launch
 from scheduler.messages import FinishReason
 
 if TYPE_CHECKING:
@@ -85,3 +89,67 @@ def test_broken_runner_is_not_hidden(world: type[World]) -> None:
     it.add(range(9))
     with pytest.raises(RuntimeError, match="8 steps in a row failed"):
         it.step()
+
+
+def test_a_single_row_is_tried_again_too(world: type[World]) -> None:
+    it = world()
+    faults = iter([True, False, False, True])
+    it.runner.raises = lambda row: next(faults, False)
+    it.add(range(9), max_tokens=20)
+    it.run()
+    assert next(faults, None) is None
+    assert it.streams[1, 0] == it.expected(1, 0)
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (ValueError("no"), "raised"),
+        (MemoryError(), "memory"),
+        (RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 9 bytes"), "memory"),
+        (RuntimeError("CUDA out of memory. Tried to allocate"), "memory"),
+        (RuntimeError("std::bad_alloc"), "memory"),
+        (ValueError("out of memory, it says"), "raised"),
+    ],
+)
+def test_failures_are_counted_by_reason(world: type[World], error: Exception, reason: str) -> None:
+    it = world()
+
+    def guilty(row: Row) -> bool:
+        if row.tokens[0] == 100:
+            raise error
+        return False
+
+    it.runner.raises = guilty
+    it.add(range(100, 109), n=2)
+    it.add(range(9))
+    it.run()
+    assert it.last is not None
+    stats = it.last.stats
+    found = {name: getattr(stats, f"failed_{name}") for name in ("raised", "memory", "logits", "grammar")}
+    assert found == dict.fromkeys(found, 0) | {reason: 1}  # the sibling was not born yet
+    assert it.streams[2, 0] == it.expected(2, 0)
+
+
+def test_what_ran_out_of_memory_has_it_back_when_it_is_tried_again() -> None:
+    """An exception holds the frames that it passed, and those hold the step's tensors."""
+
+    class Tensor:
+        pass
+
+    held: list[weakref.ref[Tensor]] = []
+
+    class Short:
+        def execute(self, batch: Batch) -> Broken:
+            alive = [it for it in held if it() is not None]
+            assert not alive, "held by an exception"
+            tensor = Tensor()
+            held.append(weakref.ref(tensor))
+            raise MemoryError
+
+    rows = [Row([1], 1, 0, 1, [1], SamplingParams(max_tokens=1, seed=0)) for _ in range(4)]
+    executor, batch = Short(), Batch(rows)
+    outcome = collect(executor, batch, launch(executor, batch))
+    assert len(held) == 1 + 2 + 4
+    assert sorted(outcome.failures) == [0, 1, 2, 3]
+    assert all(isinstance(error, MemoryError) for error in outcome.failures.values())

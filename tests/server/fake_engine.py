@@ -144,7 +144,8 @@ class FakeEngine:
                     self._failed.append(message)
                 else:
                     known = message.generated or [[] for _ in range(message.n)]
-                    self.sequences += [Sequence(message, i, list(known[i])) for i in range(message.n)]
+                    running = [i for i in range(message.n) if i not in message.finished]
+                    self.sequences += [Sequence(message, i, list(known[i])) for i in running]
                 self.changed.notify_all()
         return got
 

@@ -115,7 +115,12 @@ def running(
         http = make_http(service)
         box.update(service=service, http=http, loop=asyncio.get_running_loop())
         ours.setblocking(False)
-        conversation = asyncio.create_task(service.client.run(ours, settings.engine()))
+
+        async def live() -> None:
+            await service.client.run(ours, settings.engine())
+            service.client.give_up()
+
+        conversation = asyncio.create_task(live())
         serving = asyncio.create_task(http.serve([listener]))
         started.set()
         with contextlib.suppress(Exception):

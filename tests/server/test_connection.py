@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import socket
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.server.running import COMPLETIONS, Running
+from model.tokenizer import Tokenizer
+from tests.server.running import COMPLETIONS, Running, running
 
 
 @pytest.mark.parametrize("beginning", [b"", b"GET /health HTTP/1.1\r\nHost: x\r\n"])
@@ -141,3 +143,97 @@ def test_clients_without_keep_alive(server: Running) -> None:
     with httpx.Client(base_url=server.url, headers={"connection": "close"}) as client:
         reply = client.post(COMPLETIONS, json={"prompt": "x", "max_tokens": 2, "stream": True})
     assert reply.text.endswith("data: [DONE]\n\n")
+
+
+def test_requests_in_a_row_are_answered_in_a_row(server: Running) -> None:
+    """Pipelined, behind a stream too: nothing is mixed up, nothing is lost."""
+    probe = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+    last = b"GET /version HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as sock:
+        sock.sendall(probe + request({"prompt": "x", "max_tokens": 5, "stream": True}) + probe + last)
+        answers = rest(sock)
+    first, stream, third, fourth = answers.split(b"HTTP/1.1 200 OK\r\n")[1:]
+    assert first.endswith(b'{"status":"ready"}')
+    assert third.endswith(b'{"status":"ready"}')
+    assert stream.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+    assert b'"version"' in fourth
+
+
+SMUGGLED = b"GET /version HTTP/1.1\r\nHost: smuggled\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"Transfer-Encoding: xchunked\r\n",
+        b"Transfer-Encoding: chunked, identity\r\n",
+        b"Transfer-Encoding: chunked\r\nTransfer-Encoding: identity\r\n",
+        b"Transfer-Encoding : chunked\r\n",
+        b"Content-Length: 5\r\nContent-Length: 6\r\n",
+        b"Content-Length: +5\r\n",
+        b"Content-Length: 5_0\r\n",
+        b"Content-Length: -1\r\n",
+        b"Content-Length: 99999999999999999999999\r\n",
+        b"X: a\x00b\r\nContent-Length: 5\r\n",
+        b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n",
+    ],
+)
+def test_where_a_request_ends_is_no_matter_of_opinion(
+    server: Running, monkeypatch: pytest.MonkeyPatch, head: bytes
+) -> None:
+    """One refusal, and the end: what follows is never taken for a request."""
+    monkeypatch.setattr("server.connection.HEAD_SECONDS", 0.3)
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as sock:
+        sock.sendall(f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\n".encode() + head + b"\r\n0\r\n\r\n" + SMUGGLED)
+        answer = rest(sock)
+    assert answer.startswith((b"HTTP/1.1 400", b"HTTP/1.1 413"))
+    assert answer.count(b"HTTP/1.1 ") == 1
+    assert b'"version"' not in answer
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"GET /health\r\n",
+        b"GET  /health HTTP/1.1\r\n",
+        b"GET /health HTTP/2.0\r\n",
+        b"GET /\xc3\xa9 HTTP/1.1\r\n",
+        b"PRI * HTTP/2.0\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n",
+    ],
+)
+def test_other_protocols(server: Running, line: bytes) -> None:
+    """HTTP/0.9, HTTP/2 without TLS, TLS, and what only looks like HTTP."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as sock:
+        sock.sendall(line + b"Host: x\r\n\r\n")
+        assert error_of(rest(sock))["code"] == "invalid_http"
+
+
+TARGETS = [
+    "http://127.0.0.1/health",
+    "http://x/v1/models",
+    "/v1/models#/health",
+    "/v1/models;/health",
+    "/health;/../v1/models",
+    "/./v1/models",
+    "/health%00",
+    "/%2e%2e/health",
+    "/HEALTH",
+    "\\health",
+    "*",
+    "x/health",
+]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_strange_targets_need_the_key_as_well(keyed: Running, target: str) -> None:
+    for host in ("x", "x/health?", "x:8000/health#", "x\\@y"):
+        with socket.create_connection(("127.0.0.1", keyed.port), timeout=5) as sock:
+            sock.sendall(f"GET {target} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+            assert rest(sock).startswith((b"HTTP/1.1 401 ", b"HTTP/1.1 400 "))
+
+
+@pytest.fixture(scope="module")
+def keyed(smol: Tokenizer) -> Iterator[Running]:
+    with running(smol, api_key=["key"]) as server:
+        yield server

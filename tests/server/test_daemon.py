@@ -172,8 +172,8 @@ def test_a_second_signal_ends_at_once() -> None:
 
 
 def test_an_engine_that_dies() -> None:
-    """Clients are told, the probes say so, and the server ends with an error status."""
-    with daemon() as process, ThreadPoolExecutor(1) as pool:
+    """Where no other may follow: clients are told, the probes say so, and the server ends with an error status."""
+    with daemon("--max-engine-restarts", "0") as process, ThreadPoolExecutor(1) as pool:
         running = pool.submit(stream, process, 900)
         until(lambda: in_flight(process) == 1, 10)
         process.engine().kill()
@@ -183,6 +183,24 @@ def test_an_engine_that_dies() -> None:
         assert chunks[-1] == "[DONE]"
         assert process.wait() == 1
         assert "the engine process ended" in process.log()
+
+
+def test_an_engine_that_is_replaced() -> None:
+    """The stream goes on in the next one, token by token as if nothing had been."""
+    with daemon() as process, ThreadPoolExecutor(1) as pool:
+        whole = stream(process, 900)
+        running = pool.submit(stream, process, 900)
+        until(lambda: in_flight(process) == 1, 10)
+        process.engine().kill()
+        assert text(running.result(60)) == text(whole)
+        assert status(process, "/ready") == 200
+        process.process.terminate()
+        assert process.wait() == 0
+        assert "the engine serves again" in process.log()
+
+
+def text(chunks: list[Any]) -> str:
+    return "".join(choice["text"] for chunk in chunks[:-1] for choice in chunk["choices"])
 
 
 def test_the_engine_does_not_outlive_the_server() -> None:

@@ -31,7 +31,12 @@ def with_engine(test: Test) -> None:
         thread = threading.Thread(target=engine.run)
         thread.start()
         client = EngineClient()
-        conversation = asyncio.create_task(client.run(ours, EngineConfig()))
+
+        async def live() -> None:
+            await client.run(ours, EngineConfig())
+            client.give_up()
+
+        conversation = asyncio.create_task(live())
         await client.ready
         try:
             await asyncio.wait_for(test(client, engine), 10)
@@ -175,7 +180,8 @@ def test_garbage_is_the_end_of_the_engine(garbage: bytes) -> None:
         client = EngineClient()
         theirs.sendall(garbage)
         theirs.shutdown(socket.SHUT_WR)
-        await asyncio.wait_for(client.run(ours, EngineConfig()), 5)
+        assert await asyncio.wait_for(client.run(ours, EngineConfig()), 5) is None
+        client.give_up()
         assert client.gone.is_set()
         with pytest.raises(EngineFailed):
             await client.ready

@@ -13,10 +13,13 @@ from server.errors import (
     InvalidRequest,
     NotFound,
     Overloaded,
+    RateLimited,
     RequestError,
     Unavailable,
     error_response,
 )
+
+LATER = {"Retry-After": "5", "retry-after-ms": "5000"}
 
 
 @pytest.mark.parametrize(
@@ -26,9 +29,23 @@ from server.errors import (
         (AuthenticationError("m"), 401, "authentication_error", "invalid_api_key", {"www-authenticate": "Bearer"}),
         (NotFound("m", code="model_not_found"), 404, "invalid_request_error", "model_not_found", {}),
         (DeadlineExceeded("m"), 408, "timeout_error", "timeout", {}),
-        (Overloaded("m", retry_after=7), 429, "rate_limit_error", "server_overloaded", {"retry-after": "7"}),
+        (
+            Overloaded("m", retry_after=6.2, reason="max_body_bytes"),
+            429,
+            "rate_limit_error",
+            "server_overloaded",
+            {"retry-after": "7", "retry-after-ms": "6200"},
+        ),
+        (
+            RateLimited("m", retry_after=0.02, reason="x"),
+            429,
+            "rate_limit_error",
+            "rate_limit_exceeded",
+            {"retry-after": "1"},
+        ),
         (EngineError("m"), 500, "server_error", "engine_error", {}),
-        (Unavailable("m"), 503, "server_error", "unavailable", {"retry-after": "5"}),
+        (Unavailable("m"), 503, "server_error", "unavailable", {"retry-after": "5", "retry-after-ms": "5000"}),
+        (Unavailable("m", retry_after=2), 503, "server_error", "unavailable", {"retry-after": "2"}),
     ],
 )
 def test_answer(error: RequestError, status: int, type: str, code: str, headers: dict[str, str]) -> None:
@@ -42,6 +59,6 @@ def test_answer(error: RequestError, status: int, type: str, code: str, headers:
 def test_one_failure_s_headers_and_code_are_not_the_next_one_s() -> None:
     first = Unavailable("m", code="draining", headers={"Allow": "GET"})
     first.headers["Connection"] = "close"
-    assert first.headers == {"Retry-After": "5", "Allow": "GET", "Connection": "close"}
+    assert first.headers == {**LATER, "Allow": "GET", "Connection": "close"}
     second = Unavailable("m")
-    assert (second.code, second.headers) == ("unavailable", {"Retry-After": "5"})
+    assert (second.code, second.headers) == ("unavailable", LATER)

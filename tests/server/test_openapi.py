@@ -66,9 +66,14 @@ def check(document: dict[str, Any], method: str, path: str, reply: Any) -> None:
     described = document["paths"][path][method]["responses"][str(reply.status_code)]
     kind = reply.headers["content-type"].partition(";")[0]
     schema = described["content"][kind]["schema"]
+    validator = jsonschema.Draft202012Validator({**schema, "components": document["components"]})
     if kind == "application/json":
-        whole = {**schema, "components": document["components"]}
-        jsonschema.Draft202012Validator(whole).validate(reply.json())
+        validator.validate(reply.json())
+    if kind == "text/event-stream":
+        blocks = [block.split("\n") for block in reply.text.split("\n\n") if block and not block.startswith(":")]
+        assert blocks
+        for lines in blocks:
+            validator.validate(dict(line.split(": ", 1) for line in lines))
 
 
 @pytest.fixture

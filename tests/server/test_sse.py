@@ -71,35 +71,6 @@ def test_the_sdk_reads_over_comments(server: Running, monkeypatch: pytest.Monkey
     assert reasons[-1] == "length"
 
 
-def test_a_client_that_reads_nothing_is_given_up(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once the buffers between are full: then it is a client that has left."""
-    monkeypatch.setattr(sse, "SEND_SECONDS", 0.3)
-    monkeypatch.setattr(Frames, "text", lambda self, index, text: b"data: " + b" " * 100_000 + b"{}\n\n")
-    gone = server.metric("octavo_client_disconnects_total")
-    body = json.dumps({"prompt": "x", "max_tokens": 900, "ignore_eos": True, "stream": True}).encode()
-    with socket.socket() as sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        sock.connect(("127.0.0.1", server.port))
-        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
-        sock.sendall(head.encode() + body)
-        server.wait(lambda: server.metric("octavo_client_disconnects_total") == gone + 1, 20)
-        server.engine.wait_for(lambda engine: not engine.sequences)
-        assert hung_up(sock)
-    assert server.complete().status_code == 200
-
-
-def hung_up(sock: socket.socket) -> bool:
-    """Whether the stream breaks off, without the end of its body, and nothing keeps the connection."""
-    data = b""
-    sock.settimeout(10)
-    try:
-        while part := sock.recv(1 << 20):
-            data = part[-20:]
-    except ConnectionResetError:
-        return True
-    return not data.endswith(b"0\r\n\r\n")
-
-
 def asked(server: Running, sock: socket.socket, version: str, max_tokens: int) -> h11.Connection:
     """Send a request for a stream on a socket; the client's state."""
     sock.settimeout(20)

@@ -157,8 +157,9 @@ async def test_who_finds_no_turn_is_told_to_come_back(structures: Structures, mo
     while structures._free:
         await asyncio.sleep(0.01)
     assert await structures.grammar(structure("regex", "a")), "what is known needs no turn"
-    with pytest.raises(Overloaded):
+    with pytest.raises(Overloaded) as caught:
         await structures.grammar(structure("regex", "b"))
+    assert caught.value.reason == "grammar_checkers"
     for task in slow:
         task.cancel()
     await asyncio.gather(*slow, return_exceptions=True)

@@ -15,11 +15,12 @@ from loadtest.growth import make_parser as make_growth_parser
 from loadtest.options import check, make_parser
 from loadtest.perplexity import make_parser as make_perplexity_parser
 from server.cli import add_serve_arguments
+from server.planning import plan_parser
 from server.settings import Settings, load_settings
 
 DOCUMENTS = (
     *("README.md", "docs/api.md", "docs/design.md", "docs/operations.md", "docs/performance.md"),
-    "docs/tools.md",
+    *("docs/security.md", "docs/tools.md"),
 )
 
 
@@ -68,10 +69,10 @@ def test_bodies_of_curl_examples_are_json(root: Path) -> None:
 
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_commands_are_understood(root: Path, name: str) -> None:
-    """The flags of every `octavo serve` and `octavo bench` of the documents, `make serve` and `make bench` included."""
+    """The flags of every `octavo serve`, `plan` and `bench` of the documents, and of `make serve` and `make bench`."""
     blocks = re.findall(r"```sh\n(.*?)```", (root / name).read_text(), re.DOTALL)
     text = "\n".join(blocks).replace("\\\n", " ")
-    commands = re.findall(r'^(?:make |\S*octavo )(serve|bench)(?: ARGS="(.*?)"| ([^#\n]*)|$)', text, re.MULTILINE)
+    commands = re.findall(r'^(?:make |\S*octavo )(serve|plan|bench)(?: ARGS="(.*?)"| ([^#\n]*)|$)', text, re.MULTILINE)
     assert commands or not blocks
     for command, quoted, plain in commands:
         words = shlex.split(quoted or plain)
@@ -79,6 +80,8 @@ def test_commands_are_understood(root: Path, name: str) -> None:
             parser = argparse.ArgumentParser(exit_on_error=False)
             add_serve_arguments(parser)
             load_settings(vars(parser.parse_args(words)))
+        elif command == "plan":
+            plan_parser().parse_args(words)
         elif words[:1] == ["compare"]:
             make_compare_parser().parse_args(words[1:])
         elif words[:1] == ["perplexity"]:

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from server.body import MAX_DEPTH, parse_json, parse_json_object, validate
+from model.config_fields import MAX_DEPTH
+from server.body import parse_json, parse_json_object, validate
 from server.errors import RequestError
 from server.protocol.base import Body
 from server.protocol.chat import ChatRequest

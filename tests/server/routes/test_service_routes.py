@@ -197,9 +197,9 @@ def test_a_dead_engine(smol: Tokenizer) -> None:
 LONG = {"prompt": "x", "max_tokens": 1000, "ignore_eos": True, "stream": True}
 
 
-def test_a_hung_engine(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hung_engine(server: Running) -> None:
     """Silent with work pending is unhealthy; idle is not, and a step brings health back."""
-    monkeypatch.setattr("server.engine_client.STALL_SECONDS", 0.2)
+    server.service.client.patience = 0.2
     server.engine.paused.set()
     assert server.client.get("/health").status_code == 200
     with server.client.stream("POST", "/v1/completions", json=LONG):
