@@ -250,6 +250,7 @@ def _model_lines(args: argparse.Namespace) -> list[str]:
             dtype=args.dtype,
             quantization=args.quantization,
             kv_cache_dtype=args.kv_cache_dtype,
+            force_kv_cache_dtype=True,
             max_num_seqs=max(args.rows),
             block_size=SIZE,
         ),

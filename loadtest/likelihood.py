@@ -143,6 +143,7 @@ def load(
                     dtype=setting.dtype,
                     quantization=setting.quantization,
                     kv_cache_dtype=setting.kv_cache_dtype,
+                    force_kv_cache_dtype=True,  # what it costs is the question
                     kv_cache_memory=memory,
                     max_model_len=window,
                     max_num_seqs=1,

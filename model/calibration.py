@@ -1,10 +1,11 @@
-"""The fit of 4-bit keys (`kvpool.fit`): one step of the model over a text of its own, at load."""
+"""The fit of keys (`kvpool.fit`): one step of the model over a text of its own, at load."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 
 from kvpool.fit import KeyFit
@@ -83,6 +84,7 @@ class _Recorder(ReferenceAttention):
         return super().__call__(query, storage, layer, inputs, scale=scale, window=window, softcap=softcap)
 
 
+@torch.inference_mode()
 def fit_keys(model: Model, fit: KeyFit, tokens: list[int]) -> None:
     """Run `tokens` as one sequence, in a pool of its own, and set `fit` to what its keys and queries were like."""
     tokens, config = tokens[:MOST], model.config

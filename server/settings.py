@@ -133,6 +133,9 @@ class Settings(BaseSettings):
         "Memory",
         "type of keys and values; int8, k8v4 and tq4 hold 1.9, 2.5 and 3.7 times the tokens of 16 bits",
     )
+    force_kv_cache_dtype: bool = flag(
+        False, "Memory", "serve a --kv-cache-dtype even where the start finds that it moves the model too far"
+    )
     block_size: Annotated[Literal[16, 32, 64], BeforeValidator(_number)] = flag(
         16, "Memory", "tokens in a block of the pool: 16, 32 or 64", "TOKENS"
     )
