@@ -12,8 +12,7 @@ BLOCK_SIZES = (16, 32, 64)
 class KVFormat:
     """One way to store a vector of head_dim values: packed codes, and beside them a scale for the whole vector.
 
-    Plain floating point has no scale. A quantised format (int8: 8, 8, 2; k8v4: 8, 4, 2; tq4: 4, 4, 2) is one more
-    entry of FORMATS, and its encoding in `kvpool.storage`.
+    Plain floating point has no scale, and the name of torch's type. How codes are made: `kvpool.codes`.
     """
 
     name: str
@@ -23,18 +22,33 @@ class KVFormat:
     scale_bytes: int = 0
     """Per vector."""
 
+    @property
+    def head_multiple(self) -> int:
+        """A head's size must be a multiple of it: halves of 4-bit codes fill whole vectors of the kernels."""
+        return 16 if min(self.key_bits, self.value_bits) < 8 else 1
+
     def vector_bytes(self, head_dim: int) -> int:
         """Bytes of one key and one value vector together."""
         return (self.key_bits + self.value_bits) * head_dim // 8 + 2 * self.scale_bytes
 
 
-FORMATS = {f.name: f for f in (KVFormat("float32", 32, 32), KVFormat("bfloat16", 16, 16), KVFormat("float16", 16, 16))}
+FORMATS = {
+    form.name: form
+    for form in (
+        KVFormat("float32", 32, 32),
+        KVFormat("bfloat16", 16, 16),
+        KVFormat("float16", 16, 16),
+        KVFormat("int8", 8, 8, 2),
+        KVFormat("k8v4", 8, 4, 2),
+        KVFormat("tq4", 4, 4, 2),
+    )
+}
 """By the name that `--kv-cache-dtype` has for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """The pool of one model. Per layer K and V each are [blocks, kv_heads, block_size, head_dim]."""
+    """The pool of one model. Per layer K and V each are [blocks, kv_heads] tiles of block_size vectors."""
 
     num_layers: int
     kv_heads: int
@@ -52,10 +66,10 @@ class KVLayout:
         """One row of blocks: block_size tokens in every layer."""
         return self.block_size * self.bytes_per_token
 
+    def tile_bytes(self, bits: int) -> int:
+        """The keys (or values) of one block and head, with so many bits per value."""
+        return self.block_size * (self.head_dim * bits // 8 + self.format.scale_bytes)
+
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that one sequence of so many tokens takes."""
         return -(-num_tokens // self.block_size)
-
-    def shape(self, num_blocks: int) -> tuple[int, int, int, int]:
-        """Of K, and of V, in one layer."""
-        return (num_blocks, self.kv_heads, self.block_size, self.head_dim)

@@ -1,48 +1,56 @@
-"""KVStorage: the pool's memory. With `pages` the only file of this room that knows torch."""
+"""KVStorage: the pool's memory. Of this room, it and what it is made of know torch."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
+from kvpool.codes import Codec
+from kvpool.fit import KeyFit
+from kvpool.formats import KVLayout
 from kvpool.pages import zeroed
+from kvpool.plane import Plane
 
 
 class KVStorage:
     """Keys and values of all layers, in one allocation that is made here and never grows.
 
-        data  [layers, 2, blocks, kv_heads, block_size, head_dim]
+        data     layer 0: keys, values | layer 1: keys, values | …
 
-    `k[layer]` and `v[layer]` are contiguous views [blocks, kv_heads, block_size, head_dim]; one (block, head) is one
-    contiguous tile. Everything starts as zeros, so that a masked read of a slot that was never written is finite, and
-    is backed by memory from the start or soon after (`kvpool.pages`), not under load.
+    `keys` and `values` are views of it (`kvpool.plane`), and `k[layer]` and `v[layer]` those of one layer: contiguous
+    [blocks, kv_heads, …], one (block, head) is one contiguous tile. Everything starts as zeros, so that a masked read
+    of a slot that was never written is finite, and is backed by memory from the start or soon after (`kvpool.pages`),
+    not under load.
     """
 
-    def __init__(
-        self,
-        num_layers: int,
-        num_blocks: int,
-        kv_heads: int,
-        block_size: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device | str = "cpu",
-    ) -> None:
+    def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device | str = "cpu") -> None:
         """`num_blocks` includes the null block 0. Raises what torch raises where the memory cannot be had."""
-        shape = (num_layers, 2, num_blocks, kv_heads, block_size, head_dim)
-        if torch.device(device).type == "cpu":
-            self.data = zeroed(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+        form, size, dim = layout.format, layout.block_size, layout.head_dim
+        nbytes = num_blocks * layout.block_bytes
+        on_cpu = torch.device(device).type == "cpu"
+        memory = zeroed(nbytes) if on_cpu else torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        self.block_size, self.num_blocks = size, num_blocks
+        shape = (num_blocks, layout.kv_heads)
+        key_tile, value_tile = layout.tile_bytes(form.key_bits), layout.tile_bytes(form.value_bits)
+        split = num_blocks * layout.kv_heads * key_tile
+        self.data = memory.view(layout.num_layers, -1)
+        self.fit: KeyFit | None = None
+        """Of 4-bit keys."""
+        keys = self.data[:, :split].view(layout.num_layers, *shape, key_tile)
+        values = self.data[:, split:].view(layout.num_layers, *shape, value_tile)
+        if form.scale_bytes:
+            self.keys = Plane(keys, size, dim, Codec(form.key_bits, unbiased=True))
+            self.values = Plane(values, size, dim, Codec(form.value_bits, unbiased=False))
+            if form.key_bits == 4:
+                self.fit = KeyFit(layout.num_layers, layout.kv_heads, dim, device)
         else:
-            self.data = torch.zeros(shape, dtype=dtype, device=device)
-        self.block_size = block_size
-        self.k: list[Tensor] = [layer[0] for layer in self.data]
-        self.v: list[Tensor] = [layer[1] for layer in self.data]
-        # Head and slot swapped, so that one index pair (block, offset) addresses all heads of a token.
-        self._k_slots = [k.transpose(1, 2) for k in self.k]
-        self._v_slots = [v.transpose(1, 2) for v in self.v]
+            dtype: torch.dtype = getattr(torch, form.name)
+            self.data = memory.view(dtype).view(layout.num_layers, 2, *shape, size, dim)
+            self.keys = Plane(self.data[:, 0], size, dim, None)
+            self.values = Plane(self.data[:, 1], size, dim, None)
+        self.k, self.v = self.keys.layers, self.values.layers
 
     @property
     def nbytes(self) -> int:
@@ -59,16 +67,22 @@ class KVStorage:
         self.write_at(layer, k, v, *self.locate(slots))
 
     def write_at(self, layer: int, k: Tensor, v: Tensor, blocks: Tensor, offsets: Tensor) -> None:
-        """As write(), at blocks and offsets int64 [T] from locate(). Values are rounded to the storage's dtype."""
-        dtype = self.data.dtype
-        self._k_slots[layer].index_put_((blocks, offsets), k.to(dtype))
-        self._v_slots[layer].index_put_((blocks, offsets), v.to(dtype))
+        """As write(), at blocks and offsets int64 [T] from locate(). Values are rounded, or made codes of, as the
+        format has it."""
+        self.keys.write(layer, k if self.fit is None else self.fit.key(layer, k), blocks, offsets)
+        self.values.write(layer, v, blocks, offsets)
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks (source, target) in all layers, as if one after the other."""
         for run in _independent(pairs):
-            index = torch.tensor(run, dtype=torch.int64, device=self.data.device)
-            self.data.index_copy_(2, index[:, 1], self.data.index_select(2, index[:, 0]))
+            sources, targets = torch.tensor(run, dtype=torch.int64, device=self.data.device).T
+            for plane in (self.keys, self.values):
+                plane.copy(sources, targets)
+
+    def zero(self, blocks: Tensor) -> None:
+        """Zero whole blocks int64 [n] in all layers."""
+        for plane in (self.keys, self.values):
+            plane.zero(blocks)
 
 
 def _independent(pairs: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:

@@ -52,6 +52,10 @@ def main(argv: Sequence[str]) -> int:
         from loadtest.perplexity import main as perplexity
 
         return perplexity(argv[1:])
+    if argv[:1] == ["kv"]:
+        from loadtest.kv import main as kv
+
+        return kv(argv[1:])
     parser = make_parser()
     args = parser.parse_args(argv)
     check(parser, args)

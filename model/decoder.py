@@ -38,6 +38,7 @@ class Model(Protocol):
 
     config: ModelConfig
     """Its layers, key heads and head size are those that the pool must have."""
+    attention: Attention
     weight_bytes: int
     rope_switch: int | None
     """See `RopeTable.switch`."""

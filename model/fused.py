@@ -62,7 +62,9 @@ class FusedLayers:
     def __call__(self, x: Tensor, cos_sin: list[tuple[Tensor, Tensor]], inputs: StepInputs, storage: KVStorage) -> None:
         """x [tokens, hidden] float32 becomes the residual stream after the last layer."""
         tables = [part.flatten(1) for pair in cos_sin for part in pair]
-        self._decoder.forward(x, storage.data, tables, *inputs.packed())
+        fit = None if storage.fit is None else storage.fit.data
+        pool = (storage.keys.tiles, storage.values.tiles, fit, storage.block_size)
+        self._decoder.forward(x, *pool, tables, *inputs.packed())
 
     def spent(self) -> dict[str, int]:
         """Nanoseconds of each phase since the last call, the mean of the threads. The first call begins it."""

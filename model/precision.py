@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kvpool.formats import FORMATS, KVFormat
 from model.errors import ModelError
 from model.kernels.loaded import Kernels
 
@@ -19,7 +20,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """`weights` is how matrices lie in memory, `compute` the type of activations, `kv` that of the pool.
+    """`weights` is how matrices lie in memory, `compute` the type of activations, `kv` the pool's format.
 
     They differ with our kernels, and on a CPU without 16-bit instructions: matrices stay in 16 bits and are widened as
     they are read, because arithmetic that is emulated is slower and less exact than float32.
@@ -27,7 +28,7 @@ class Precision:
 
     weights: torch.dtype
     compute: torch.dtype
-    kv: torch.dtype
+    kv: KVFormat
     kernels: Kernels | None = None
     """Compiled kernels to compute with; on a CPU only."""
     quantization: str | None = None
@@ -73,9 +74,9 @@ def choose_precision(
     the same number of tokens everywhere; else `dtype`.
     Raises ModelError for a name that is not known, and where int8 is asked for and there are no kernels.
     """
-    for flag, value in (("--dtype", dtype), ("--kv-cache-dtype", kv_dtype)):
-        if value != "auto" and value not in DTYPES:
-            raise ModelError(f"{flag} {value}: must be auto, {', '.join(DTYPES)}")
+    for flag, value, known in (("--dtype", dtype, [*DTYPES]), ("--kv-cache-dtype", kv_dtype, [*FORMATS])):
+        if value != "auto" and value not in known:
+            raise ModelError(f"{flag} {value}: must be auto, {', '.join(known)}")
     if quantization is not None and quantization != "int8":
         raise ModelError(f"--quantization {quantization}: must be int8")
     if quantization is not None and kernels is None:
@@ -89,7 +90,6 @@ def choose_precision(
         weights = sixteen
     wide = device.type == "cpu" and (kernels is not None or not cpu_computes(weights))
     compute = torch.float32 if wide else weights
-    kv = sixteen if dtype == "auto" else weights
-    if kv_dtype != "auto":
-        kv = DTYPES[kv_dtype]
-    return Precision(weights, compute, kv, kernels, quantization)
+    if kv_dtype == "auto":
+        kv_dtype = dtype_name(sixteen if dtype == "auto" else weights)
+    return Precision(weights, compute, FORMATS[kv_dtype], kernels, quantization)

@@ -9,19 +9,21 @@ from functools import partial
 import torch
 
 from kvpool.budget import PoolPlan, cpu_budget, format_bytes, given_budget, gpu_budget, plan_pool
-from kvpool.formats import FORMATS, KVLayout
+from kvpool.formats import KVLayout
 from kvpool.memory import available_memory
 from kvpool.storage import KVStorage
 from model.attention.base import Attention
 from model.attention.cpu import CpuAttention
 from model.attention.reference import ReferenceAttention
 from model.batch import Batch, Row
+from model.calibration import TEXT, fit_keys
 from model.config import ModelConfig
 from model.config_reader import read_config
 from model.decoder import Decoder, Model
 from model.embedding import EmbeddingConfig
 from model.errors import ModelError
 from model.executor import Runner
+from model.gate import PROMPTS, Distance, measure
 from model.grammar import Grammars
 from model.kernels.loaded import load_kernels
 from model.params import SamplingParams
@@ -49,6 +51,7 @@ class RunnerOptions:
     kv_cache_memory: int | None = None
     gpu_memory_utilization: float = 0.9
     kv_cache_dtype: str = "auto"
+    force_kv_cache_dtype: bool = False
     block_size: int = 16
 
 
@@ -68,6 +71,8 @@ class LoadedModel:
     dtype: str
     """Of the stored weights."""
     kv_cache_dtype: str
+    kv_distance: Distance | None
+    """Of the pool from one of 16 bits, where it holds codes."""
     attention: str
     max_model_len: int
     max_num_batched_tokens: int
@@ -99,8 +104,11 @@ def load_runner(options: RunnerOptions, progress: Progress = lambda stage, detai
     )
     max_tokens = options.max_num_batched_tokens or (512 if device.type == "cpu" else 8192)
     longest = _longest(config, options.max_model_len)
+    # Before minutes of loading: a format that does not fit the heads, and the commonest mistake: a budget that is too
+    # small, or more than there is.
+    if config.native:
+        _layout(config, precision, options)
     if options.kv_cache_memory is not None:
-        # Before minutes of loading: a budget that is too small, or more than there is, is the commonest mistake.
         budget = given_budget(options.kv_cache_memory, available_memory() if device.type == "cpu" else None)
         if config.native:
             plan_pool(_layout(config, precision, options), budget, longest)
@@ -122,17 +130,17 @@ def load_runner(options: RunnerOptions, progress: Progress = lambda stage, detai
 
     layout = plan.layout
     try:
-        storage = KVStorage(
-            layout.num_layers,
-            plan.num_blocks,
-            layout.kv_heads,
-            layout.block_size,
-            layout.head_dim,
-            precision.kv,
-            device,
-        )
+        storage = KVStorage(layout, plan.num_blocks, device)
     except (RuntimeError, OSError) as error:
         raise ModelError(f"the KV cache of {format_bytes(plan.bytes)} cannot be allocated: {error}") from None
+    distance = None
+    if layout.format.scale_bytes:
+        encode = partial(load_tokenizer(source).encode, add_special_tokens=True)
+        if storage.fit is not None:
+            progress("kv cache", "fitting keys to the model")
+            fit_keys(model, storage.fit, encode(TEXT)[:longest])
+        distance = measure(model, layout, storage.fit, [encode(text)[:longest] for text in PROMPTS], device)
+        _admit(distance, layout.format.name, options.force_kv_cache_dtype, progress)
     runner = Runner(model, storage, max_tokens, kernels)
     progress("warm-up", "one step of each kind")
     warm_up(runner, min(max_tokens, max_model_len, plan.num_tokens, layout.block_size))
@@ -147,6 +155,7 @@ def load_runner(options: RunnerOptions, progress: Progress = lambda stage, detai
         device=str(device),
         dtype=dtype_name(precision.weights),
         kv_cache_dtype=layout.format.name,
+        kv_distance=distance,
         attention=attention.name,
         max_model_len=max_model_len,
         max_num_batched_tokens=max_tokens,
@@ -185,12 +194,12 @@ def warm_up(runner: Runner, count: int) -> None:
     runner.execute(Batch([Row(tokens, count, count - 1, 1, blocks, params)])).result()
 
 
-def profile(model: Model, layout: KVLayout, kv: torch.dtype, rows: int, count: int, device: torch.device) -> int:
+def profile(model: Model, layout: KVLayout, rows: int, count: int, device: torch.device) -> int:
     """Bytes of a GPU's memory in use, by anybody, at the peak of a step with `rows` sequences and `count` tokens.
 
     All blocks of the dummy step are one block: what is computed means nothing, what it takes does.
     """
-    storage = KVStorage(layout.num_layers, 2, layout.kv_heads, layout.block_size, layout.head_dim, kv, device)
+    storage = KVStorage(layout, 2, device)
     params = SamplingParams(max_tokens=1, seed=0, temperature=1.0, top_p=0.5)
     counts = [1] * (rows - 1) + [max(1, count - rows + 1)]
     batch = Batch([Row([0] * n, n, 0, n, [1] * layout.blocks_for(n), params) for n in counts])
@@ -208,8 +217,7 @@ def _plan(
     if device.type == "cuda":
         if options.kv_cache_memory is not None:
             return plan_pool(layout, given_budget(options.kv_cache_memory), longest)
-        kv = getattr(torch, layout.format.name)
-        used = profile(model, layout, kv, min(options.max_num_seqs, max_tokens), min(max_tokens, longest), device)
+        used = profile(model, layout, min(options.max_num_seqs, max_tokens), min(max_tokens, longest), device)
         torch.cuda.empty_cache()
         total = torch.cuda.mem_get_info(device)[1]
         return plan_pool(layout, gpu_budget(total, used, options.gpu_memory_utilization), longest)
@@ -220,8 +228,22 @@ def _plan(
 
 
 def _layout(config: ModelConfig, precision: Precision, options: RunnerOptions) -> KVLayout:
-    form = FORMATS[dtype_name(precision.kv)]
-    return KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, form, options.block_size)
+    form, dim = precision.kv, config.head_dim
+    if dim % form.head_multiple:
+        raise ModelError(
+            f"--kv-cache-dtype {form.name}: needs a head size that is a multiple of {form.head_multiple}, not {dim}"
+        )
+    return KVLayout(config.num_layers, config.num_kv_heads, dim, form, options.block_size)
+
+
+def _admit(distance: Distance, name: str, force: bool, progress: Progress) -> None:
+    """Raises ModelError where the format moves the model too far, unless forced."""
+    if distance.passes:
+        progress("kv cache", f"{name} beside 16 bits: {distance}")
+    elif force:
+        progress("warning", distance.complaint(name))
+    else:
+        raise ModelError(f"{distance.complaint(name)}; --force-kv-cache-dtype serves it all the same")
 
 
 def _longest(config: ModelConfig, asked: int | None) -> int:

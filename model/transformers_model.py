@@ -24,6 +24,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoModelFo
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging
 
+from kvpool.formats import FORMATS, KVLayout
 from kvpool.storage import KVStorage
 from model.attention.base import Attention
 from model.batch import Batch, Row
@@ -31,7 +32,7 @@ from model.config import ModelConfig
 from model.errors import ModelError
 from model.inputs import InputBuilder, StepInputs
 from model.params import SamplingParams
-from model.precision import Precision
+from model.precision import Precision, dtype_name
 from model.transformers_config import transformers_config
 from model.transformers_head import Given, head_only
 from model.transformers_rope import follow_lengths, lengths
@@ -180,9 +181,9 @@ class TransformersModel:
             [(7 * i * i + 3 * i + n) % config.vocab_size for i in range(size)] for n, size in enumerate(CHECKED)
         ]
         inputs, blocks = self._inputs(sequences)
-        storage = KVStorage(
-            config.num_layers, blocks, config.num_kv_heads, 16, config.head_dim, precision.compute, self.device
-        )
+        form = FORMATS[dtype_name(precision.compute)]
+        layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, form)
+        storage = KVStorage(layout, blocks, self.device)
         with _refused(name):
             ours = self.logits(self.forward(inputs, storage))
             self._module.set_attn_implementation("eager")

@@ -29,6 +29,7 @@ def assemble(config: EngineConfig, progress: Callable[[str, str], None]) -> tupl
             kv_cache_memory=config.kv_cache_memory,
             gpu_memory_utilization=config.gpu_memory_utilization,
             kv_cache_dtype=config.kv_cache_dtype,
+            force_kv_cache_dtype=config.force_kv_cache_dtype,
             block_size=config.block_size,
         ),
         progress,
@@ -44,6 +45,7 @@ def assemble(config: EngineConfig, progress: Callable[[str, str], None]) -> tupl
         target_step_time=config.target_step_time if loaded.device.startswith("cpu") else None,
     )
     cost = CostModel(loaded.weight_bytes)
+    distance = loaded.kv_distance
     engine = Engine(pool, loaded.runner, limits, time.monotonic, cost, loaded.grammars)
     return engine, Ready(
         max_model_len=loaded.max_model_len,
@@ -55,6 +57,8 @@ def assemble(config: EngineConfig, progress: Callable[[str, str], None]) -> tupl
         device=loaded.device,
         dtype=loaded.dtype,
         kv_cache_dtype=loaded.kv_cache_dtype,
+        kv_divergence=distance.divergence if distance else None,
+        kv_agreement=distance.agreement if distance else None,
         attention=loaded.attention,
         weight_bytes=loaded.weight_bytes,
         load_seconds=time.monotonic() - began,

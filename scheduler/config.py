@@ -22,8 +22,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_memory: int | None = None
     gpu_memory_utilization: float = 0.9
     kv_cache_dtype: str = "auto"
-    """auto, float32, bfloat16 or float16. auto: 16 bits wherever `dtype` is auto, so that a budget holds the same
-    number of tokens on every machine; else `dtype`."""
+    """auto or a name of `kvpool.formats.FORMATS`. auto: 16 bits wherever `dtype` is auto, so that a budget holds the
+    same number of tokens on every machine; else `dtype`."""
+    force_kv_cache_dtype: bool = False
+    """Serve it even where `model.gate` finds that it moves the model too far."""
     block_size: int = 16
     enable_prefix_caching: bool = True
     target_step_time: float = 0.1

@@ -218,6 +218,9 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     weight_bytes: int
     load_seconds: float
     embedding: EmbeddingConfig
+    kv_divergence: float | None = None
+    """Of a pool of codes from one of 16 bits, in nats (`model.gate`); None: it holds plain numbers."""
+    kv_agreement: float | None = None
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):

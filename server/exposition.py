@@ -103,6 +103,11 @@ class ServerCollector(Collector):
             info = {"model_name": service.names[0], **{name: str(getattr(ready, name)) for name in names}}
             yield gauge("model_info", "What is served, and how.", [(info, 1)])
             yield gauge("model_weight_bytes", "Size of the weights.", ready.weight_bytes)
+            if ready.kv_divergence is not None and ready.kv_agreement is not None:
+                help = "Of the KV format from 16 bits at the start: mean KL of the next token."
+                yield gauge("kv_divergence_nats", help, ready.kv_divergence)
+                help = "Share of places with the same likeliest token as with 16 bits, at the start."
+                yield gauge("kv_agreement_ratio", help, ready.kv_agreement)
             yield gauge("kv_pool_bytes", "Size of the KV pool.", ready.kv_bytes)
             yield gauge("model_load_seconds", "How long loading took.", ready.load_seconds)
 

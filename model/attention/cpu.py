@@ -40,6 +40,8 @@ class CpuAttention:
             query.float().contiguous(),
             storage.k[layer],
             storage.v[layer],
+            None if storage.fit is None else storage.fit.layer(layer),
+            storage.block_size,
             *inputs.packed(),
             scale,
             window or 0,

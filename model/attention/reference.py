@@ -6,8 +6,8 @@ Rows are gathered in groups, each one batched multiplication, never one call a r
     chunks of equal count              the same, with count queries a row
     a long chunk                       cut into tiles of queries, each with the keys that it can see
 
-A layer's pool [blocks, kv_heads, block_size, head_dim] is seen as tiles [blocks · kv_heads, block_size · head_dim], so
-that one `index_select` with (block · kv_heads + head) yields contiguous keys [rows · kv_heads, keys, head_dim].
+A layer's pool is seen as tiles, so that one `index_select` with (block · kv_heads + head) yields contiguous keys
+[rows · kv_heads, keys, head_dim]. Where they are rotated, so is the query; where values are, the result is turned back.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvpool.plane import Plane
+from kvpool.rotation import rotation
 from kvpool.storage import KVStorage
 from model.inputs import Ints, StepInputs, to_device
 
@@ -61,12 +63,11 @@ class ReferenceAttention:
         window: int | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        keys, values = storage.k[layer], storage.v[layer]
-        kv_heads, heads = keys.shape[1], query.shape[1]
+        kv_heads, heads = storage.k[layer].shape[1], query.shape[1]
         groups = inputs.plan(("reference", window, kv_heads, heads), lambda: plan(inputs, window, kv_heads, heads))
         out = torch.empty_like(query)
         for group in groups:
-            attended = _attend(_pick(query, group), keys, values, group, scale, softcap)
+            attended = _attend(_pick(query, group), storage, layer, group, scale, softcap)
             out.index_copy_(0, group.tokens, attended.to(query.dtype))
         return out
 
@@ -139,24 +140,35 @@ def _pick(query: Tensor, group: Group) -> Tensor:
     return query.index_select(0, group.tokens).view(group.rows, group.count, *query.shape[1:])
 
 
-def _attend(query: Tensor, keys: Tensor, values: Tensor, group: Group, scale: float, softcap: float | None) -> Tensor:
+def _attend(query: Tensor, storage: KVStorage, layer: int, group: Group, scale: float, softcap: float | None) -> Tensor:
     """[rows, count, heads, head_dim] → [rows · count, heads, head_dim] float32."""
     rows, count, heads, dim = query.shape
-    kv_heads = keys.shape[1]
+    kv_heads = storage.k[layer].shape[1]
     shared = heads // kv_heads
     batch = rows * kv_heads
 
     # [rows · kv_heads, shared · count, head_dim]: all queries that read the same keys are rows of one matrix.
     q = query.view(rows, count, kv_heads, shared, dim).permute(0, 2, 3, 1, 4).reshape(batch, shared * count, dim)
-    k = keys.view(-1, keys.shape[2] * dim).index_select(0, group.tiles).view(batch, group.keys, dim).float()
-    v = values.view(-1, values.shape[2] * dim).index_select(0, group.tiles).view(batch, group.keys, dim).float()
+    q = q.float() * scale
+    if storage.fit is not None:
+        q = storage.fit.query(layer, q.view(rows, kv_heads, -1, dim)).view(q.shape)
+    if _rotated(storage.keys):
+        q = q @ rotation(dim, q.device).T
+    k = storage.keys.read(layer, group.tiles).view(batch, group.keys, dim)
+    v = storage.values.read(layer, group.tiles).view(batch, group.keys, dim)
 
-    scores = torch.bmm(q.float() * scale, k.transpose(1, 2))
+    scores = torch.bmm(q, k.transpose(1, 2))
     if softcap is not None:
         scores = scores.div_(softcap).tanh_().mul_(softcap)
     scores.view(rows, kv_heads, shared, count, group.keys).add_(group.bias)
     out = torch.bmm(torch.softmax(scores, dim=-1), v)
+    if _rotated(storage.values):
+        out = out @ rotation(dim, out.device)
     return out.view(rows, kv_heads, shared, count, dim).permute(0, 3, 1, 2, 4).reshape(rows * count, heads, dim)
+
+
+def _rotated(plane: Plane) -> bool:
+    return plane.codec is not None and plane.codec.rotated
 
 
 def clean(storage: KVStorage, blocks: Tensor) -> None:
@@ -166,4 +178,4 @@ def clean(storage: KVStorage, blocks: Tensor) -> None:
     request with broken numbers left behind.
     """
     if blocks.numel():
-        storage.data.index_fill_(2, blocks, 0)
+        storage.zero(blocks)

@@ -36,10 +36,17 @@ inline float* out_of(const Attended& t, int64_t token, int64_t head, int64_t lan
 // The query of the step's token `token` and of head `head` becomes lane `lane`.
 inline void put_query(const Attended& t, int64_t token, int64_t head, int lane, bool few, Scratch& s) {
   const float* q = t.query + token * t.query_stride + head * t.dim;
-  if (few)
-    for (int64_t d = 0; d < t.dim; d += W) store(s.query + lane * t.dim + d, load<vf>(q + d) * t.scale);
-  else
-    for (int64_t d = 0; d < t.dim; d++) s.query[d * LANES + lane] = q[d] * t.scale;
+  float* row = few ? s.query + lane * t.dim : s.row;
+  for (int64_t d = 0; d < t.dim; d += W) store(row + d, load<vf>(q + d) * t.scale);
+  if (t.keys.fit) fit_query(t.keys, t.kv_heads, head / t.shared(), row, t.dim);
+  if (t.keys.bits == 4) rotate_code(row, t.dim);
+  if (!few)
+    for (int64_t d = 0; d < t.dim; d++) s.query[d * LANES + lane] = row[d];
+}
+
+// A lane's values, weighed and divided by the sum of the weights, become its result.
+inline void finish(const Attended& t, float* out) {
+  if (t.values.bits == 4) rotate_back(out, t.dim);
 }
 
 // A part: largest score and sum of each of `count` lanes, then the lanes' values.
@@ -92,6 +99,7 @@ inline void attend(const Attended& t, const Rows& rows, const Item& item, Scratc
     float* out = out_of(t, token, item.head, lane);
     const float inverse = 1.0f / s.total[lane];
     for (int64_t d = 0; d < dim; d += W) store(out + d, load<vf>(s.out + lane * dim + d) * inverse);
+    finish(t, out);
   }
 }
 
@@ -138,6 +146,7 @@ inline void merge(const Attended& t, const Rows& rows, const Merge& m) {
     }
     const float inverse = 1.0f / total;
     for (int64_t d = 0; d < dim; d += W) store(out + d, load<vf>(out + d) * inverse);
+    finish(t, out);
   }
 }
 

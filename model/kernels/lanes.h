@@ -1,23 +1,16 @@
 // Attention of some lanes over a span of keys, few lanes or many: see attention.h.
+//
+// Codes are multiplied as whole numbers: a key's scale multiplies its scores, a value's scale what its scores have become.
 #pragma once
 
-#include <algorithm>
-#include <type_traits>
 #include <vector>
 
-#include "program.h"
-#include "simd.h"
+#include "tiles.h"
 
 namespace OCTAVO_ISA {
 
-using octavo::Attended;
-using octavo::Kind;
-
-constexpr int KEYS = 64;    // keys of a tile
 constexpr int LANES = 48;   // most lanes of an item
 constexpr int FEW = 4;      // up to so many lanes are computed one by one
-constexpr int DIM = 256;    // largest head
-constexpr int AHEAD = 2;    // blocks: how early memory is asked for what decode will read
 
 // Everything an item needs besides: one of these per thread.
 struct Scratch {
@@ -27,6 +20,10 @@ struct Scratch {
   alignas(64) float scores[KEYS * LANES];
   alignas(64) float out[LANES * DIM];     // [lane][dim]
   alignas(64) float high[LANES], total[LANES];
+  alignas(64) float row[DIM];
+  // Of codes: the scales of a tile's keys and values, and 4 bits as 8.
+  alignas(64) float key_scale[KEYS], value_scale[KEYS];
+  alignas(64) int8_t keys[KEYS * DIM], values[KEYS * DIM];
 };
 
 // C [m, n] (+)= A B with B [k, n] and n a multiple of W; A(m, k) lies at a[m * am + k * ak].
@@ -70,34 +67,6 @@ inline void product(const float* a, int64_t am, int64_t ak, const float* b, int6
   for (; n < columns; n += W) product_rows<1, ROWS>(a, am, ak, b + n, bn, c + n, cn, rows, depth, add);
 }
 
-// Where key `position` of the item lies, as an offset in elements into the keys or values of the layer.
-inline int64_t place(const Attended& t, const int64_t* table, int64_t head, int64_t position) {
-  const int64_t block = table[position / t.block_size];
-  return ((block * t.kv_heads + head) * t.block_size + position % t.block_size) * t.dim;
-}
-
-template <class Stored>
-inline void widen_tile(const Attended& t, const void* from, const int64_t* table, int64_t head, int64_t begin,
-                       int64_t count, float* to) {
-  for (int64_t done = 0; done < count;) {
-    const int64_t run = std::min(count - done, t.block_size - (begin + done) % t.block_size);
-    const Stored* block = (const Stored*)from + place(t, table, head, begin + done);
-    for (int64_t i = 0; i < run * t.dim; i += W) store(to + done * t.dim + i, widen(block + i));
-    done += run;
-  }
-}
-
-// Where the keys of a tile lie, as `place` gives it; from `last` on, always that one.
-inline void places(const Attended& t, const int64_t* table, int64_t head, int64_t begin, int64_t last, int64_t* at) {
-  int64_t key = 0;
-  while (key < KEYS && begin + key <= last) {  // a division a block: one a key takes longer than all that is done with it
-    const int64_t from = place(t, table, head, begin + key), rest = std::min(KEYS - key, last + 1 - begin - key),
-                  run = std::min(rest, t.block_size - (begin + key) % t.block_size);
-    for (int64_t i = 0; i < run; i++) at[key++] = from + i * t.dim;
-  }
-  std::fill(at + key, at + KEYS, key < KEYS ? place(t, table, head, last) : 0);
-}
-
 // Adds to M lanes' dot products with W keys what the dims from d on say: 2 W of them, as pairs. Pairs of 16 bits are
 // transposed whole, and cost no instruction but a shift and a mask to widen.
 template <int M>
@@ -118,6 +87,32 @@ inline void dot_keys(const bf16* keys, const int64_t* at, const float* query, in
   }
 }
 
+// The same of 4 W dims, as codes: four are transposed as one.
+template <int M>
+inline void dot_codes(const int8_t* keys, const int64_t* at, const float* query, int64_t dim, int64_t d,
+                      vf (*total)[2]) {
+  vf words[2][W];
+#pragma GCC unroll 2
+  for (int half = 0; half < 2; half++) {
+#pragma GCC unroll 16
+    for (int i = 0; i < W; i++) words[half][i] = load<vf>(keys + at[half * W + i] + d);
+    transpose(words[half]);
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < W; i++)
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++) {
+      const vf a = __builtin_convertvector((vi)((vu)words[0][i] << (24 - 8 * j)) >> 24, vf),
+               b = __builtin_convertvector((vi)((vu)words[1][i] << (24 - 8 * j)) >> 24, vf);
+#pragma GCC unroll 4
+      for (int m = 0; m < M; m++) {
+        const vf q = splat(query[m * dim + d + 4 * i + j]);
+        total[m][0] += a * q;
+        total[m][1] += b * q;
+      }
+    }
+}
+
 // scores [lane][key] of M lanes over 2 W keys. Each is one chain of additions along the head, as in `many_lanes`.
 template <class Stored, int M>
 inline void dots(const Stored* keys, const int64_t* at, const int64_t* ahead, const float* query, int64_t dim,
@@ -133,6 +128,11 @@ inline void dots(const Stored* keys, const int64_t* at, const int64_t* ahead, co
       fetch(d), fetch(d + W);
       dot_keys<M>(keys, at, query, dim, d, total, 0);
       dot_keys<M>(keys, at, query, dim, d, total, 1);
+    }
+  if constexpr (CODED<Stored>)
+    for (; d + 4 * W <= dim; d += 4 * W) {
+      for (int i = 0; i < 4; i++) fetch(d + i * W);
+      dot_codes<M>(keys, at, query, dim, d, total);
     }
   for (; d < dim; d += W) {
     fetch(d);
@@ -179,21 +179,28 @@ inline void weigh(const Stored* values, const int64_t* at, const int64_t* ahead,
     for (int n = 0; n < N; n++) store(out + m * dim + n * W, total[m][n]);
 }
 
+// Up to a multiple of W.
+inline void scale_scores(const float* scales, int64_t count, float* scores) {
+  for (int64_t key = 0; key < count; key += W) store(scores + key, load<vf>(scores + key) * load<vf>(scales + key));
+}
+
 // One query, M of whose heads share the key head. Computes what `many_lanes` computes, in the same order.
 template <class Stored, int M>
 inline void few_lanes(const Attended& t, const int64_t* table, int64_t head, int64_t begin, int64_t end,
                       int64_t position, Scratch& s) {
   const int64_t dim = t.dim;
-  const Stored *keys = (const Stored*)t.keys, *values = (const Stored*)t.values;
   // Blocks lie anywhere in the pool, so the processor cannot guess what comes next: a later block is fetched in step
   // with this one.
-  int64_t at[KEYS], ahead[KEYS];
+  Tile<Stored> keys, codes;
   for (int64_t tile = begin; tile < end; tile += KEYS) {
     const int64_t count = std::min<int64_t>(KEYS, end - tile);
-    places(t, table, head, tile, end - 1, at);
-    places(t, table, head, tile + AHEAD * t.block_size, end - 1, ahead);
+    keys.open(t, t.keys, table, head, tile, end, s.keys);
     for (int64_t key = 0; key < count; key += 2 * W)
-      dots<Stored, M>(keys, at + key, ahead + key, s.query, dim, s.scores + key);
+      dots<Stored, M>(keys.from, keys.at + key, keys.ahead + key, s.query, dim, s.scores + key);
+    if constexpr (CODED<Stored>) {
+      read_scales(t, t.keys, table, head, tile, end, s.key_scale);
+      for (int m = 0; m < M; m++) scale_scores(s.key_scale, count, s.scores + m * KEYS);
+    }
     const int64_t unseen = t.window ? std::max<int64_t>(0, position - t.window + 1 - tile) : 0;
     float factors[M], totals[M] = {};
     for (int m = 0; m < M; m++) {
@@ -215,24 +222,18 @@ inline void few_lanes(const Attended& t, const int64_t* table, int64_t head, int
     for (int64_t key = 0; key < count; key++)
       for (int m = 0; m < M; m++) totals[m] += s.scores[m * KEYS + key];
     for (int m = 0; m < M; m++) s.total[m] = s.total[m] * factors[m] + totals[m];
+    if constexpr (CODED<Stored>) {
+      codes.open(t, t.values, table, head, tile, end, s.values);
+      read_scales(t, t.values, table, head, tile, end, s.value_scale);
+      for (int m = 0; m < M; m++) scale_scores(s.value_scale, count, s.scores + m * KEYS);
+    }
+    const Tile<Stored>& values = CODED<Stored> ? codes : keys;  // plain values lie as their keys do
+    const Stored* from = CODED<Stored> ? codes.from : (const Stored*)t.values.data;
     constexpr int N = M <= 3 ? 4 : 2;
     int64_t d = 0;
-    for (; d + N * W <= dim; d += N * W) weigh<Stored, M, N>(values + d, at, ahead, count, s.scores, dim, s.out + d);
-    for (; d < dim; d += W) weigh<Stored, M, 1>(values + d, at, ahead, count, s.scores, dim, s.out + d);
-  }
-}
-
-// Ask for the keys and values of the part'th of `parts` parts of a tile.
-template <class Stored>
-inline void fetch(const Attended& t, const int64_t* table, int64_t head, int64_t begin, int64_t end, int part,
-                  int parts) {
-  const int64_t count = std::min<int64_t>(KEYS, end - begin);
-  for (int64_t key = begin + count * part / parts; key < begin + count * (part + 1) / parts; key++) {
-    const int64_t at = place(t, table, head, key);
-    for (int64_t d = 0; d < t.dim; d += 64 / int64_t(sizeof(Stored))) {
-      __builtin_prefetch((const Stored*)t.keys + at + d);
-      __builtin_prefetch((const Stored*)t.values + at + d);
-    }
+    for (; d + N * W <= dim; d += N * W)
+      weigh<Stored, M, N>(from + d, values.at, values.ahead, count, s.scores, dim, s.out + d);
+    for (; d < dim; d += W) weigh<Stored, M, 1>(from + d, values.at, values.ahead, count, s.scores, dim, s.out + d);
   }
 }
 
@@ -244,8 +245,12 @@ inline void many_lanes(const Attended& t, const int64_t* table, int64_t head, in
   const int64_t first = positions[0], last = *std::max_element(positions, positions + lanes);
   for (int64_t tile = begin; tile < end; tile += KEYS) {
     const int64_t count = std::min<int64_t>(KEYS, end - tile);
-    widen_tile<Stored>(t, t.keys, table, head, tile, count, s.key);
-    widen_tile<Stored>(t, t.values, table, head, tile, count, s.value);
+    widen_tile<Stored>(t, t.keys, table, head, tile, count, s.keys, s.key);
+    widen_tile<Stored>(t, t.values, table, head, tile, count, s.keys, s.value);
+    if constexpr (CODED<Stored>) {
+      read_scales(t, t.keys, table, head, tile, end, s.key_scale);
+      read_scales(t, t.values, table, head, tile, end, s.value_scale);
+    }
     product(s.key, dim, 1, s.query, LANES, s.scores, LANES, count, lanes, dim, false);
     const bool edge = tile + count - 1 > first || (t.window && tile <= last - t.window);
     for (int lane = 0; lane < lanes; lane += W) {
@@ -255,6 +260,7 @@ inline void many_lanes(const Attended& t, const int64_t* table, int64_t head, in
       for (int64_t key = 0; key < count; key++) {
         float* at = s.scores + key * LANES + lane;
         vf v = load<vf>(at);
+        if constexpr (CODED<Stored>) v = v * s.key_scale[key];
         if (t.softcap != 0) v = hyperbolic_tangent(v / t.softcap) * t.softcap;
         if (edge) {
           const int32_t seen = int32_t(tile + key);
@@ -270,8 +276,9 @@ inline void many_lanes(const Attended& t, const int64_t* table, int64_t head, in
       for (int64_t key = 0; key < count; key++) {
         float* at = s.scores + key * LANES + lane;
         vf p = exponential(load<vf>(at) - base);
-        store(at, p);
         total += p;
+        if constexpr (CODED<Stored>) p = p * s.value_scale[key];
+        store(at, p);
       }
       vf factor = exponential(before - base);
       store(s.total + lane, load<vf>(s.total + lane) * factor + total);

@@ -92,6 +92,34 @@ octavo::Rows rows_of(const Tensor& blocks, const Tensor& offsets, const Tensor& 
           pointer<int64_t>(starts), pointer<int64_t>(counts), pointer<int64_t>(tables), tables.size(1)};
 }
 
+// tiles [blocks, kv_heads, block_size, dim], or where they are codes uint8 [blocks, kv_heads, tile_bytes].
+octavo::Plane plane_of(const Tensor& tiles, int64_t kv_heads, int64_t block_size, int64_t dim, const char* name) {
+  TORCH_CHECK(tiles.dim() >= 3 && tiles.size(1) == kv_heads && tiles.is_contiguous() && tiles.device().is_cpu(), name,
+              " must be contiguous tiles [blocks, kv_heads, …] on the CPU");
+  if (tiles.scalar_type() != at::kByte) {
+    kind_of(tiles, name);
+    TORCH_CHECK(tiles.dim() == 4 && tiles.size(2) == block_size && tiles.size(3) == dim, name,
+                " must be [blocks, kv_heads, block_size, dim]");
+    return {pointer<char>(tiles), block_size * dim, dim, 0, nullptr};
+  }
+  const int64_t size = tiles.size(2), row = size / block_size - 2;
+  const int bits = int(row * 8 / dim);
+  TORCH_CHECK(block_size % 16 == 0 && (bits == 8 || (bits == 4 && dim % 16 == 0)) && size == block_size * (dim * bits / 8 + 2), name,
+              " must have tiles of 8-bit or 4-bit codes and their scales");
+  return {pointer<char>(tiles), size, row, bits, nullptr};
+}
+
+// Keys with their fit [3, kv_heads, dim], of the first of so many layers.
+octavo::Plane keys_of(const Tensor& tiles, const optional<Tensor>& fit, int64_t layers, int64_t kv_heads,
+                      int64_t block_size, int64_t dim) {
+  octavo::Plane plane = plane_of(tiles, kv_heads, block_size, dim, "keys");
+  if (fit) plane.fit = pointer<float>(checked(*fit, at::kFloat, {layers, 3, kv_heads, dim}, "fit"));
+  TORCH_CHECK((plane.bits == 4) == fit.has_value(), "4-bit keys, and no others, have a fit");
+  return plane;
+}
+
+Kind pool_kind(const Tensor& tiles) { return tiles.scalar_type() == at::kByte ? Kind::int8 : kind_of(tiles, "keys"); }
+
 struct Decoder : torch::CustomClassHolder {
   octavo::Geometry g{};
   std::vector<octavo::Layer> layers;
@@ -152,18 +180,20 @@ struct Decoder : torch::CustomClassHolder {
   }
 
   // x [tokens, hidden] float32 becomes the residual stream after the last layer; keys and values go to the pool.
-  // pool [layers, 2, blocks, kv_heads, block_size, dim]; cos_sin: cos and sin [tokens, half] of each rotary table.
-  void forward(const Tensor& x, const Tensor& pool, const std::vector<Tensor>& cos_sin, const Tensor& blocks,
-               const Tensor& offsets, const Tensor& row_starts, const Tensor& starts, const Tensor& counts,
-               const Tensor& tables) {
+  // keys and values: a plane of a layer behind the other; fit [layers, 3, kv_heads, dim]. cos_sin: cos and sin [tokens, half] of each rotary table.
+  void forward(const Tensor& x, const Tensor& keys, const Tensor& values, const optional<Tensor>& fit,
+               int64_t block_size, const std::vector<Tensor>& cos_sin, const Tensor& blocks, const Tensor& offsets,
+               const Tensor& row_starts, const Tensor& starts, const Tensor& counts, const Tensor& tables) {
     const octavo::Rows rows = rows_of(blocks, offsets, row_starts, starts, counts, tables);
     const int64_t tokens = rows.tokens;
     checked(x, at::kFloat, {tokens, g.hidden}, "x");
-    TORCH_CHECK(pool.dim() == 6 && pool.is_contiguous() && pool.size(0) == (int64_t)layers.size() &&
-                    pool.size(3) == g.kv_heads && pool.size(5) == g.dim,
+    TORCH_CHECK(keys.size(0) == (int64_t)layers.size() && keys.scalar_type() == values.scalar_type() &&
+                    keys.stride(0) == values.stride(0),
                 "the pool has another shape than the model");
-    const octavo::Pool kv{kind_of(pool, "pool"), pool.size(4), pointer<char>(pool),
-                          int64_t(pool.stride(0) * pool.element_size()), int64_t(pool.stride(1) * pool.element_size())};
+    const octavo::Pool kv{pool_kind(keys), block_size,
+                          keys_of(keys[0], fit, keys.size(0), g.kv_heads, block_size, g.dim),
+                          plane_of(values[0], g.kv_heads, block_size, g.dim, "values"),
+                          int64_t(keys.stride(0) * keys.element_size()), 3 * g.kv_heads * g.dim};
     std::vector<octavo::Rotary> rotaries;
     for (size_t i = 0; i + 1 < cos_sin.size(); i += 2) {
       const int64_t half = cos_sin[i].size(-1);
@@ -212,24 +242,25 @@ struct Decoder : torch::CustomClassHolder {
   }
 };
 
-// query [tokens, heads, dim] float32; keys and values [blocks, kv_heads, block_size, dim] → as query.
-Tensor attention(const Tensor& query, const Tensor& keys, const Tensor& values, const Tensor& blocks,
-                 const Tensor& offsets, const Tensor& row_starts, const Tensor& starts, const Tensor& counts,
-                 const Tensor& tables, double scale, int64_t window, double softcap) {
+// query [tokens, heads, dim] float32; keys and values: planes of one layer; fit [1, 3, kv_heads, dim] → as query.
+Tensor attention(const Tensor& query, const Tensor& keys, const Tensor& values, const optional<Tensor>& fit,
+                 int64_t block_size, const Tensor& blocks, const Tensor& offsets, const Tensor& row_starts, const Tensor& starts,
+                 const Tensor& counts, const Tensor& tables, double scale, int64_t window, double softcap) {
   const octavo::Rows rows = rows_of(blocks, offsets, row_starts, starts, counts, tables);
   const int64_t heads = query.size(1), dim = query.size(2), kv_heads = keys.size(1);
   checked(query, at::kFloat, {rows.tokens, heads, dim}, "query");
-  checked(values, keys.scalar_type(), keys.sizes(), "values");
-  checked(keys, keys.scalar_type(), {keys.size(0), kv_heads, keys.size(2), dim}, "keys");
+  TORCH_CHECK(values.scalar_type() == keys.scalar_type() && values.size(0) == keys.size(0),
+              "keys and values must be of one type and as many blocks");
   octavo::Geometry g{};
   g.heads = heads, g.kv_heads = kv_heads, g.dim = dim;
   octavo::Portions cut;
   Tensor out = at::empty_like(query);
-  Tensor parts = at::empty({kernels.cut(rows, g, window, keys.size(2), cut)}, at::kFloat);
-  const octavo::Attended attended{pointer<float>(query), heads * dim, pointer<float>(out), keys.data_ptr(),
-                                  values.data_ptr(), keys.size(2), heads, kv_heads, dim, window, float(scale),
-                                  float(softcap), pointer<float>(parts)};
-  const Kind kind = kind_of(keys, "keys");
+  Tensor parts = at::empty({kernels.cut(rows, g, window, block_size, cut)}, at::kFloat);
+  const octavo::Attended attended{pointer<float>(query), heads * dim, pointer<float>(out),
+                                  keys_of(keys, fit, 1, kv_heads, block_size, dim),
+                                  plane_of(values, kv_heads, block_size, dim, "values"), block_size, heads, kv_heads,
+                                  dim, window, float(scale), float(softcap), pointer<float>(parts)};
+  const Kind kind = pool_kind(keys);
   std::atomic<int64_t> counter{0};
   octavo::Barrier barrier;
   parallel([&](const octavo::Thread& t) {

@@ -52,15 +52,25 @@ struct Geometry {
   Activation activation;
 };
 
-// The pool: keys and values of a layer are [blocks, kv_heads, block_size, dim] each.
-struct Pool {
-  Kind kind;
-  int64_t block_size;
+// Keys or values of a layer: tiles [blocks, kv_heads], in each a vector for every slot of the block. See codes.h.
+struct Plane {
   char* data;
-  int64_t layer_bytes;  // from one layer's keys to the next layer's
-  int64_t value_bytes;  // from a layer's keys to its values
-  void* keys(int64_t layer) const { return data + layer * layer_bytes; }
-  void* values(int64_t layer) const { return data + layer * layer_bytes + value_bytes; }
+  int64_t tile, row;  // from one tile, or vector, to the next: in numbers, or in bytes where there are codes
+  int bits;           // of a code, 8 or 4; 0: plain numbers
+  const float* fit;   // of 4-bit keys: see kvpool/fit.py, [3, kv_heads, dim]; null: none
+};
+
+struct Pool {
+  Kind kind;  // int8: codes
+  int64_t block_size;
+  Plane keys, values;   // of the first layer
+  int64_t layer_bytes;  // from one layer's to the next layer's
+  int64_t layer_fit;    // the same of Plane::fit, in floats
+  Plane layer(Plane first, int64_t number) const {
+    first.data += number * layer_bytes;
+    if (first.fit) first.fit += number * layer_fit;
+    return first;
+  }
 };
 
 // The rows of a step; names and meaning as in model/inputs.py.
@@ -199,7 +209,7 @@ struct Attended {
   const float* query;  // [tokens, query_stride], head h at h * dim
   int64_t query_stride;
   float* out;          // [tokens, heads * dim]
-  const void *keys, *values;
+  Plane keys, values;
   int64_t block_size, heads, kv_heads, dim, window;
   float scale, softcap;
   float* parts;

@@ -37,6 +37,7 @@ typedef uint32_t vu __attribute__((vector_size(W * 4)));
 typedef uint16_t vh __attribute__((vector_size(W * 2)));
 typedef int16_t vs __attribute__((vector_size(W * 4)));  // 2 W of them: pairs, one pair a lane
 typedef int8_t vb __attribute__((vector_size(W * 2)));
+typedef int8_t vc __attribute__((vector_size(W)));
 
 template <class V, class T>
 inline V load(const T* from) {
@@ -89,6 +90,14 @@ inline vf widen(const float* from) { return load<vf>(from); }
 inline vf widen(const bf16* from) {
   vu wide = __builtin_convertvector(load<vh>(from), vu) << 16;
   return (vf)wide;
+}
+
+inline vf widen(const int8_t* from) {
+#if defined(__AVX2__) && !defined(OCTAVO_EMULATED) && !defined(__AVX512F__)
+  return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)));
+#else
+  return __builtin_convertvector(__builtin_convertvector(load<vc>(from), vi), vf);
+#endif
 }
 
 inline void narrow(float* to, vf v) { store(to, v); }

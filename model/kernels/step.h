@@ -51,15 +51,20 @@ inline void rotate(float* head, const float* cos, const float* sin, int64_t half
 }
 
 template <class Stored>
-inline void write_head(void* to, int64_t at, const float* from, int64_t dim) {
-  for (int64_t d = 0; d < dim; d += W) narrow((Stored*)to + at + d, load<vf>(from + d));
+inline void write_head(const Plane& p, int64_t tile, int64_t slot, const float* from, int64_t dim) {
+  Stored* to = (Stored*)p.data + tile * p.tile + slot * p.row;
+  for (int64_t d = 0; d < dim; d += W) narrow(to + d, load<vf>(from + d));
 }
 
-inline void write_head(Kind kind, void* to, int64_t at, const float* from, int64_t dim) {
-  switch (kind) {
-    case Kind::f32: return write_head<float>(to, at, from, dim);
-    case Kind::f16: return write_head<f16>(to, at, from, dim);
-    default: return write_head<bf16>(to, at, from, dim);
+// A head's key or value, to a slot of a block; codes may leave it rotated.
+inline void write_head(const octavo::Pool& pool, const Plane& p, int64_t block, int64_t kv_heads, int64_t head,
+                       int64_t slot, float* from, int64_t dim, bool key) {
+  const int64_t tile = block * kv_heads + head;
+  switch (pool.kind) {
+    case Kind::f32: return write_head<float>(p, tile, slot, from, dim);
+    case Kind::f16: return write_head<f16>(p, tile, slot, from, dim);
+    case Kind::bf16: return write_head<bf16>(p, tile, slot, from, dim);
+    case Kind::int8: return write_codes(p, block, kv_heads, head, pool.block_size, slot, from, dim, key);
   }
 }
 
@@ -92,7 +97,8 @@ inline void attend_all(const Attended& a, Kind kind, const Rows& rows, const Por
   switch (kind) {
     case Kind::f32: return attend_all<float>(a, rows, cut, counter, barrier, t);
     case Kind::f16: return attend_all<f16>(a, rows, cut, counter, barrier, t);
-    default: return attend_all<bf16>(a, rows, cut, counter, barrier, t);
+    case Kind::bf16: return attend_all<bf16>(a, rows, cut, counter, barrier, t);
+    case Kind::int8: return attend_all<int8_t>(a, rows, cut, counter, barrier, t);
   }
 }
 
@@ -184,7 +190,6 @@ struct Step : octavo::Decode {
         rms_norm(qkv, layer.q_full.weight, q, g.eps, qkv);
         rms_norm(qkv + q, layer.k_full.weight, kv, g.eps, qkv + q);
       }
-      const int64_t at = (rows.blocks[row] * g.kv_heads * pool.block_size + rows.offsets[row]) * g.dim;
       for (int64_t head = 0; head < g.heads + g.kv_heads; head++) {
         float* values = qkv + head * g.dim;
         if (layer.qk_heads.weight)
@@ -195,9 +200,10 @@ struct Step : octavo::Decode {
         }
       }
       for (int64_t head = 0; head < g.kv_heads; head++) {
-        const int64_t to = at + head * pool.block_size * g.dim;
-        write_head(pool.kind, pool.keys(number), to, qkv + q + head * g.dim, g.dim);
-        write_head(pool.kind, pool.values(number), to, qkv + q + kv + head * g.dim, g.dim);
+        const int64_t block = rows.blocks[row], slot = rows.offsets[row];
+        float* key = qkv + q + head * g.dim;
+        write_head(pool, pool.layer(pool.keys, number), block, g.kv_heads, head, slot, key, g.dim, true);
+        write_head(pool, pool.layer(pool.values, number), block, g.kv_heads, head, slot, key + kv, g.dim, false);
       }
     }
     meet(t, Phase::heads);
@@ -205,8 +211,9 @@ struct Step : octavo::Decode {
 
   void attention(const Thread& t, const Layer& layer, int64_t number) const {
     const int64_t width = (g.heads + 2 * g.kv_heads) * g.dim;
-    const Attended attended{w.qkv, width, w.attended, pool.keys(number), pool.values(number), pool.block_size,
-                            g.heads, g.kv_heads, g.dim, layer.window, g.attention_scale, g.attention_softcap, w.parts};
+    const Attended attended{w.qkv, width, w.attended, pool.layer(pool.keys, number), pool.layer(pool.values, number),
+                            pool.block_size, g.heads, g.kv_heads, g.dim, layer.window, g.attention_scale,
+                            g.attention_softcap, w.parts};
     attend_all(attended, pool.kind, rows, *w.cuts[layer.window != 0], next(), *w.barrier, t);
   }
 

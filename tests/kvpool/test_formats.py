@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvpool.formats import FORMATS, KVFormat, KVLayout
+from kvpool.formats import FORMATS, KVLayout
 
 MB, GB = 1 << 20, 1 << 30
 LLAMA_2_7B = KVLayout(32, 32, 128, FORMATS["float16"])
@@ -37,20 +37,27 @@ def test_bfloat16_and_float32_of_known_models(layers: int, heads: int, dim: int,
     assert KVLayout(layers, heads, dim, FORMATS["float32"]).bytes_per_token == 2 * expected
 
 
-@pytest.mark.parametrize(
-    ("form", "expected"),
-    [
-        (KVFormat("int8", 8, 8, 2), 58_240),
-        (KVFormat("k8v4", 8, 4, 2), 43_904),
-        (KVFormat("tq4", 4, 4, 2), 29_568),
-    ],
-)
-def test_the_terms_also_describe_quantised_formats(form: KVFormat, expected: int) -> None:
-    assert KVLayout(28, 8, 128, form).bytes_per_token == expected
+@pytest.mark.parametrize(("form", "expected"), [("int8", 58_240), ("k8v4", 43_904), ("tq4", 29_568)])
+def test_codes_and_their_scales(form: str, expected: int) -> None:
+    assert KVLayout(28, 8, 128, FORMATS[form]).bytes_per_token == expected
 
 
-def test_blocks_and_shapes() -> None:
-    layout = KVLayout(30, 3, 64, FORMATS["bfloat16"], block_size=32)
-    assert layout.block_bytes == 32 * 23_040
-    assert layout.shape(7) == (7, 3, 32, 64)
+@pytest.mark.parametrize(("form", "times"), [("int8", 1.9), ("k8v4", 2.5), ("tq4", 3.7)])
+def test_codes_hold_more_tokens_than_16_bits(form: str, times: float) -> None:
+    """What `--help` says, of the demo model, whose heads are small: 256 MiB hold so many times the tokens."""
+
+    def tokens(form: str) -> int:
+        return 256 * MB // KVLayout(30, 3, 64, FORMATS[form]).block_bytes * 16
+
+    assert tokens(form) >= times * tokens("bfloat16")
+
+
+@pytest.mark.parametrize("name", list(FORMATS))
+def test_blocks_and_tiles(name: str) -> None:
+    form = FORMATS[name]
+    layout = KVLayout(30, 3, 64, form, block_size=32)
+    assert layout.block_bytes == 32 * layout.bytes_per_token
+    tiles = layout.tile_bytes(form.key_bits) + layout.tile_bytes(form.value_bits)
+    assert layout.block_bytes == 30 * 3 * tiles
+    assert 64 % form.head_multiple == 0
     assert [layout.blocks_for(n) for n in (0, 1, 32, 33)] == [0, 1, 1, 2]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import transformers
 
+from kvpool.formats import FORMATS, KVLayout
 from kvpool.pool import BlockTable, KVPool
 from kvpool.storage import KVStorage
 from model.attention.base import Attention
@@ -24,11 +25,12 @@ from model.params import SamplingParams
 from model.precision import Precision
 from model.runner import load_model
 from model.source import ModelSource
+from tests.kvpool.poison import poison
 from tests.model.conftest import FAMILIES, tiny_config
 
 NEW_TOKENS = 24
 GREEDY = SamplingParams(max_tokens=NEW_TOKENS, seed=0, temperature=0.0)
-EXACT = Precision(torch.float32, torch.float32, torch.float32)
+EXACT = Precision(torch.float32, torch.float32, FORMATS["float32"])
 CPU = torch.device("cpu")
 
 
@@ -89,9 +91,8 @@ def make_runner(
     with torch.inference_mode():
         model = load_model(source, config, attention, precision, CPU, config.max_position_embeddings)
     config = model.config
-    storage = KVStorage(config.num_layers, num_blocks, config.num_kv_heads, 16, config.head_dim, precision.kv, CPU)
-    # What memory happened to hold must not matter.
-    storage.data[:, :, 1:] = torch.nan
+    storage = KVStorage(KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, precision.kv), num_blocks)
+    poison(storage)  # what memory happened to hold must not matter
     return Runner(model, storage, max_tokens, precision.kernels)
 
 
@@ -117,7 +118,7 @@ class Driver:
     tracks: list[Track] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.pool = KVPool(self.runner.storage.data.shape[2], 16)
+        self.pool = KVPool(self.runner.storage.num_blocks, 16)
 
     def add(self, prompt: list[int], *, cached: bool = False) -> Track:
         """`cached`: begin with what the pool knows of the prompt."""

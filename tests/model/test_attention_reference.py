@@ -12,6 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kvpool.formats import FORMATS, KVLayout
+from kvpool.plane import Plane
+from kvpool.rotation import rotation
 from kvpool.storage import KVStorage
 from model.attention import reference
 from model.attention.base import Attention
@@ -19,6 +22,7 @@ from model.attention.reference import ReferenceAttention, clean, plan
 from model.batch import Batch, Row
 from model.inputs import InputBuilder, StepInputs
 from model.params import SamplingParams
+from tests.kvpool.poison import poison, randomise
 
 CPU = torch.device("cpu")
 PARAMS = SamplingParams(max_tokens=1, seed=0)
@@ -41,26 +45,30 @@ def scene(
     kv_heads: int,
     dim: int,
     size: int = 16,
-    kv: torch.dtype = torch.float32,
+    kv: str = "float32",
     seed: int = 0,
 ) -> Scene:
     """Rows of (start, count) over a pool in which every slot that nobody wrote is NaN, blocks in no order."""
     generator = torch.Generator().manual_seed(seed)
     needed = [-(-(start + count) // size) for start, count in rows]
     order = (torch.randperm(sum(needed), generator=generator) + 1).tolist()
-    storage = KVStorage(2, sum(needed) + 1, kv_heads, size, dim, kv, CPU)
-    storage.data[:, :, 1:] = torch.nan
+    storage = KVStorage(KVLayout(2, kv_heads, dim, FORMATS[kv], size), sum(needed) + 1)
+    poison(storage)
+    randomise(storage.fit)
     keys, values, batch = [], [], []
     for (start, count), blocks in zip(rows, needed, strict=True):
         table, order = order[:blocks], order[blocks:]
         length = start + count
         k, v = (torch.randn(length, kv_heads, dim, generator=generator) for _ in range(2))
-        keys.append(k.to(kv))
-        values.append(v.to(kv))
+        if storage.fit is None:
+            keys.append(stored(storage.keys, k))
+        else:  # what moves all scores alike is left out
+            keys.append(stored(storage.keys, storage.fit.key(LAYER, k)) * storage.fit.data[LAYER, 2])
+        values.append(stored(storage.values, v))
         positions = torch.arange(length)
         slots = torch.tensor(table)[positions // size] * size + positions % size
         # What lay in the pool before the step, the last block's unwritten slots zeroed as every step leaves them.
-        storage.data[:, :, table[-1]] = 0
+        storage.zero(torch.tensor(table[-1:]))
         storage.write(LAYER, k, v, slots)
         batch.append(Row([0] * length, length, start, count, table, PARAMS))
     inputs = InputBuilder(sum(count for _, count in rows), size, CPU).build(Batch(batch))
@@ -68,11 +76,19 @@ def scene(
     return Scene(inputs, storage, query, keys, values)
 
 
+def stored(plane: Plane, x: Tensor) -> Tensor:
+    """What the pool makes of keys or values, float64, codes turned back."""
+    if plane.codec is None:
+        return x.to(plane.tiles.dtype).double()
+    decoded = plane.codec.decode(*plane.codec.encode(x)).double()
+    return decoded @ rotation(x.shape[-1], CPU).double() if plane.codec.rotated else decoded
+
+
 def naive(scene: Scene, rows: list[tuple[int, int]], scale: float, window: int | None, softcap: float | None) -> Tensor:
     out = np.zeros(scene.query.shape)
     token = 0
     for (start, count), keys, values in zip(rows, scene.keys, scene.values, strict=True):
-        k, v = keys.double().numpy(), values.double().numpy()
+        k, v = keys.numpy(), values.numpy()
         group = scene.query.shape[1] // k.shape[1]
         for position in range(start, start + count):
             first = 0 if window is None else max(0, position - window + 1)
@@ -96,12 +112,12 @@ def check(
     size: int = 16,
     window: int | None = None,
     softcap: float | None = None,
-    kv: torch.dtype = torch.float32,
+    kv: str = "float32",
     attention: Attention | None = None,
 ) -> None:
     """`attention`: by default the reference."""
     made = scene(rows, heads=heads, kv_heads=kv_heads, dim=dim, size=size, kv=kv)
-    made.storage.data[1 - LAYER].fill_(torch.nan)
+    poison(made.storage, slice(None), 1 - LAYER)
     scale = 1.3 / math.sqrt(dim)
     attend = attention or ReferenceAttention()
     out = attend(made.query, made.storage, LAYER, made.inputs, scale=scale, window=window, softcap=softcap)
@@ -135,9 +151,16 @@ def test_softcap() -> None:
     check(MIXED, heads=4, kv_heads=2, dim=16, softcap=2.0, window=20)
 
 
-@pytest.mark.parametrize("kv", [torch.bfloat16, torch.float16])
-def test_sixteen_bit_pool_and_wide_queries(kv: torch.dtype) -> None:
+@pytest.mark.parametrize("kv", ["bfloat16", "float16"])
+def test_sixteen_bit_pool_and_wide_queries(kv: str) -> None:
     check(MIXED, heads=4, kv_heads=2, dim=64, kv=kv)
+
+
+@pytest.mark.parametrize("dim", [16, 80, 96, 128])
+@pytest.mark.parametrize("kv", ["int8", "k8v4", "tq4"])
+def test_codes(kv: str, dim: int) -> None:
+    check(MIXED, heads=6, kv_heads=2, dim=dim, kv=kv)
+    check(MIXED, heads=4, kv_heads=2, dim=dim, kv=kv, size=32, softcap=2.0, window=20)
 
 
 def test_narrow_queries_over_a_wide_pool() -> None:
@@ -194,8 +217,10 @@ def test_the_plan_is_made_once_a_step() -> None:
 
 
 def test_clean_zeroes_whole_blocks_in_every_layer() -> None:
-    storage = KVStorage(3, 4, 2, 16, 8, torch.float32, CPU)
-    storage.data.fill_(torch.nan)
-    clean(storage, torch.tensor([1, 3]))
-    assert storage.data[:, :, [1, 3]].eq(0).all()
-    assert storage.data[:, :, [0, 2]].isnan().all()
+    for kv in ("float32", "k8v4"):
+        storage = KVStorage(KVLayout(3, 2, 16, FORMATS[kv]), 4)
+        poison(storage, slice(None))
+        clean(storage, torch.tensor([1, 3]))
+        for plane in (storage.keys, storage.values):
+            assert plane.tiles[:, [1, 3]].eq(0).all()
+            assert plane.tiles[:, [0, 2]].ne(0).all(), "NaN too is not 0"

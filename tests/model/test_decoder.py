@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from kvpool.formats import FORMATS
 from model.attention.reference import ReferenceAttention
 from model.config import ModelConfig
 from model.config_reader import read_config
@@ -20,7 +21,7 @@ from model.precision import Precision
 from model.source import ModelSource
 from tests.model.parity import CPU, EXACT, build
 
-NARROW = Precision(torch.bfloat16, torch.float32, torch.bfloat16)
+NARROW = Precision(torch.bfloat16, torch.float32, FORMATS["bfloat16"])
 
 
 class Tensors:

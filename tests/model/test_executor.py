@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,12 @@ import pytest
 import torch
 import transformers
 
+from kvpool.formats import FORMATS
 from model.batch import BAD_LOGITS, NO_TOKEN, Batch, Row
 from model.executor import PROMPT_ROWS, Runner
 from model.params import Logprob, SamplingParams
 from tests.model.conftest import TINY
-from tests.model.parity import GREEDY, build, make_runner, prompts
+from tests.model.parity import EXACT, GREEDY, build, make_runner, prompts
 
 VOCAB = TINY["vocab_size"]
 
@@ -71,6 +73,17 @@ def test_copies_are_made_before_the_step(runner: Runner) -> None:
     copied = row(prompt, 9, 1, 7)
     runner.storage.data[:, :, 7] = torch.nan
     assert runner.execute(Batch([copied], copies=[(1, 7)])).result().tokens == [expected]
+
+
+@pytest.mark.parametrize("kv", ["int8", "k8v4", "tq4"])
+def test_blocks_of_codes_are_copied_whole(folder: Path, kv: str) -> None:
+    (prompt,) = prompts(VOCAB, [10])
+    runner = make_runner(folder, precision=replace(EXACT, kv=FORMATS[kv]))
+    expected = one(runner, row(prompt, 0, 10, 1))
+    copied = row(prompt, 9, 1, 7)
+    assert runner.execute(Batch([copied], copies=[(1, 7)])).result().tokens == [expected]
+    for plane in (runner.storage.keys, runner.storage.values):
+        assert torch.equal(plane.tiles[:, 7], plane.tiles[:, 1])
 
 
 def test_a_step_larger_than_the_runner_is_refused(folder: Path) -> None:

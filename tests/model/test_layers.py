@@ -10,6 +10,7 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
+from kvpool.formats import FORMATS
 from model.layers import Embedding, NormStyle, RMSNorm, gated
 from model.precision import Precision
 
@@ -50,7 +51,7 @@ def test_a_weight_per_head() -> None:
 
 def test_embedding_widens_and_multiplies() -> None:
     table = torch.randn(9, 4).bfloat16()
-    embedding = Embedding(table, 3.0, Precision(torch.bfloat16, torch.float32, torch.bfloat16))
+    embedding = Embedding(table, 3.0, Precision(torch.bfloat16, torch.float32, FORMATS["bfloat16"]))
     out = embedding(torch.tensor([8, 0, 8]))
     assert torch.equal(out, table[[8, 0, 8]].float() * 3.0)
     out.zero_()
@@ -59,7 +60,7 @@ def test_embedding_widens_and_multiplies() -> None:
 
 def test_embedding_without_a_multiplier_is_not_the_table() -> None:
     table = torch.ones(3, 4)
-    wide = Precision(torch.float32, torch.float32, torch.float32)
+    wide = Precision(torch.float32, torch.float32, FORMATS["float32"])
     Embedding(table, 1.0, wide)(torch.tensor([1])).zero_()
     assert table.eq(1).all()
 

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvpool.formats import FORMATS
 from model.linear import DenseLinear, Head, PackedLinear, WideningLinear, make_linear
 from model.precision import Precision
 
-WIDE = Precision(torch.float32, torch.float32, torch.float32)
+WIDE = Precision(torch.float32, torch.float32, FORMATS["float32"])
 
 
 def case(rows: int, outputs: int = 130, inputs: int = 72) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -48,7 +49,7 @@ def test_the_choice() -> None:
     _, weight, bias, _ = case(1)
     assert isinstance(make_linear(weight, bias, WIDE), PackedLinear)
     for dtype in (torch.bfloat16, torch.float16):
-        linear = make_linear(weight, bias, Precision(dtype, torch.float32, dtype))
+        linear = make_linear(weight, bias, Precision(dtype, torch.float32, FORMATS["float32"]))
         assert isinstance(linear, WideningLinear)
         assert linear.weight.dtype == dtype
 
@@ -65,7 +66,7 @@ def test_the_head_never_rounds_logits_to_sixteen_bits() -> None:
     x, weight, _, _ = case(3)
     narrow = weight.bfloat16()
     for compute in (torch.float32, torch.bfloat16):
-        head = Head(narrow, None, Precision(torch.bfloat16, compute, torch.bfloat16))
+        head = Head(narrow, None, Precision(torch.bfloat16, compute, FORMATS["bfloat16"]))
         given = x.to(compute)
         logits = head(given)
         assert logits.dtype == torch.float32
@@ -76,6 +77,6 @@ def test_the_head_never_rounds_logits_to_sixteen_bits() -> None:
 
 def test_a_sixteen_bit_head_uses_the_embedding_table_where_it_lies() -> None:
     table = torch.randn(50, 16).bfloat16()
-    head = Head(table, None, Precision(torch.bfloat16, torch.float32, torch.bfloat16))
+    head = Head(table, None, Precision(torch.bfloat16, torch.float32, FORMATS["bfloat16"]))
     assert isinstance(head.linear, WideningLinear)
     assert head.linear.weight.data_ptr() == table.data_ptr()

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvpool.formats import FORMATS
 from model.attention.reference import clean
 from model.batch import Batch, Row
 from model.executor import Runner
@@ -117,14 +118,15 @@ def test_through_transformers_own_code(case: Case) -> None:
 @pytest.mark.parametrize(
     ("weights", "compute", "kv"),
     [
-        (torch.float32, torch.float32, torch.bfloat16),
-        (torch.bfloat16, torch.float32, torch.bfloat16),
-        (torch.float16, torch.float32, torch.float32),
+        (torch.float32, torch.float32, "bfloat16"),
+        (torch.bfloat16, torch.float32, "bfloat16"),
+        (torch.float16, torch.float32, "float32"),
+        (torch.float32, torch.float32, "int8"),
     ],
 )
-def test_sixteen_bits_stay_close(case: Case, weights: torch.dtype, compute: torch.dtype, kv: torch.dtype) -> None:
+def test_fewer_bits_stay_close(case: Case, weights: torch.dtype, compute: torch.dtype, kv: str) -> None:
     """The last logits of a prompt, against those in float32."""
-    narrow = make_runner(case.folder, precision=Precision(weights, compute, kv))
+    narrow = make_runner(case.folder, precision=Precision(weights, compute, FORMATS[kv]))
     exact, rounded = (last_logits(runner, case.prompts[0]) for runner in (case.runner, narrow))
     assert torch.nn.functional.cosine_similarity(exact, rounded, dim=0) > 0.97
     assert not torch.equal(exact, rounded)

@@ -5,27 +5,30 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kvpool.formats import FORMATS
 from model import precision
 from model.errors import ModelError
 from model.precision import Precision, choose_device, choose_precision, cpu_computes
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+KV = {getattr(torch, name): FORMATS[name] for name in ("float32", "bfloat16", "float16")}
 
 
 @pytest.mark.parametrize(
     ("dtype", "kv", "stored", "device", "native", "expected"),
     [
-        ("auto", "auto", "bfloat16", CPU, False, Precision(F32, F32, BF16)),
-        ("auto", "auto", "float16", CPU, False, Precision(F32, F32, F16)),
-        ("auto", "auto", "bfloat16", CPU, True, Precision(BF16, BF16, BF16)),
-        ("auto", "auto", "float32", CUDA, False, Precision(BF16, BF16, BF16)),
-        ("auto", "auto", "float16", CUDA, False, Precision(F16, F16, F16)),
-        ("float32", "auto", "bfloat16", CPU, True, Precision(F32, F32, F32)),
-        ("bfloat16", "auto", "bfloat16", CPU, False, Precision(BF16, F32, BF16)),
-        ("float16", "auto", "bfloat16", CPU, True, Precision(F16, F32, F16)),
-        ("auto", "float32", "bfloat16", CPU, False, Precision(F32, F32, F32)),
-        ("float32", "bfloat16", "bfloat16", CPU, False, Precision(F32, F32, BF16)),
+        ("auto", "auto", "bfloat16", CPU, False, Precision(F32, F32, KV[BF16])),
+        ("auto", "auto", "float16", CPU, False, Precision(F32, F32, KV[F16])),
+        ("auto", "auto", "bfloat16", CPU, True, Precision(BF16, BF16, KV[BF16])),
+        ("auto", "auto", "float32", CUDA, False, Precision(BF16, BF16, KV[BF16])),
+        ("auto", "auto", "float16", CUDA, False, Precision(F16, F16, KV[F16])),
+        ("float32", "auto", "bfloat16", CPU, True, Precision(F32, F32, KV[F32])),
+        ("bfloat16", "auto", "bfloat16", CPU, False, Precision(BF16, F32, KV[BF16])),
+        ("float16", "auto", "bfloat16", CPU, True, Precision(F16, F32, KV[F16])),
+        ("auto", "float32", "bfloat16", CPU, False, Precision(F32, F32, KV[F32])),
+        ("float32", "bfloat16", "bfloat16", CPU, False, Precision(F32, F32, KV[BF16])),
+        ("auto", "tq4", "bfloat16", CPU, True, Precision(BF16, BF16, FORMATS["tq4"])),
     ],
 )
 def test_choice(

@@ -15,7 +15,9 @@ from model.batch import Batch, Row
 from model.config import ModelConfig, RopeConfig
 from model.errors import ModelError
 from model.kernels.build import available
-from model.runner import LoadedModel, RunnerOptions, _longest, load_runner
+from model.precision import choose_precision
+from model.runner import LoadedModel, RunnerOptions, _layout, _longest, load_runner
+from tests.loadtest import tiny
 from tests.model.conftest import TINY
 from tests.model.parity import GREEDY, Driver, build, expected, prompts
 
@@ -46,7 +48,7 @@ def test_what_is_reported(folder: Path) -> None:
     assert loaded.kv_bytes_per_token == 2 * 4 * 2 * 32 * 4
     assert loaded.num_blocks == 4 * MIB // (16 * loaded.kv_bytes_per_token)
     assert loaded.kv_bytes == loaded.runner.storage.data.nbytes <= 4 * MIB
-    assert loaded.runner.storage.data.shape[2] == loaded.num_blocks
+    assert loaded.runner.storage.num_blocks == loaded.num_blocks
     assert (loaded.device, loaded.dtype, loaded.kv_cache_dtype, loaded.attention) == (
         "cpu",
         "float32",
@@ -85,6 +87,20 @@ def test_auto_holds_sixteen_bits_per_value(folder: Path) -> None:
     loaded = load(folder, dtype="auto")
     assert loaded.kv_cache_dtype == "bfloat16"
     assert loaded.kv_bytes_per_token == 2 * 4 * 2 * 32 * 2
+
+
+def test_codes_take_less_and_want_heads_that_fit(tmp_path: Path) -> None:
+    lines: list[tuple[str, str]] = []
+    model = tiny.write(tmp_path / "tiny.gguf")
+    loaded = load(model, lines, kv_cache_dtype="k8v4")
+    assert loaded.kv_cache_dtype == "k8v4"
+    # 2 layers x 2 key heads x (16 bytes, 8 bytes, two scales)
+    assert loaded.kv_bytes_per_token == 2 * 2 * (16 + 8 + 2 * 2)
+    assert ("kv cache", "k8v4: 112 bytes per token (2 layers x 2 KV heads x 16 x (8 + 4) bits, 2-byte scales)") in lines
+    odd = replace(loaded.model_config, head_dim=24)
+    precision = choose_precision("auto", "tq4", "bfloat16", torch.device("cpu"))
+    with pytest.raises(ModelError, match=r"--kv-cache-dtype tq4: needs a head size that is a multiple of 16, not 24"):
+        _layout(odd, precision, RunnerOptions())
 
 
 def test_the_context_is_cut_to_the_pool_and_says_so(folder: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 
+from kvpool.formats import FORMATS
 from model.attention.reference import ReferenceAttention
 from model.config_reader import read_config
 from model.errors import ModelError
@@ -102,7 +103,7 @@ def test_the_pool_learns_the_true_shape(tmp_path: Path) -> None:
 
 def test_logits_are_float32_in_sixteen_bits(tmp_path: Path) -> None:
     saved(tmp_path, "GPTNeoXForCausalLM", *SERVED["GPTNeoXForCausalLM"])
-    model = loaded(tmp_path, Precision(torch.bfloat16, torch.bfloat16, torch.bfloat16))
+    model = loaded(tmp_path, Precision(torch.bfloat16, torch.bfloat16, FORMATS["bfloat16"]))
     logits = model.logits(torch.randn(3, 64).bfloat16())
     assert logits.dtype == torch.float32
     assert not torch.equal(logits, logits.bfloat16().float())

@@ -24,7 +24,7 @@ class Session:
 
     def __init__(self, runner: Runner, *, blocks: int = 0, chunk: int = 512, seqs: int = 32, guesses: int = 0) -> None:
         """`guesses`: tokens of a draft at most."""
-        storage_blocks = runner.storage.data.shape[2]
+        storage_blocks = runner.storage.num_blocks
         switch = runner.model.rope_switch
         limits = Limits(
             max_num_seqs=seqs,

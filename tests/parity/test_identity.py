@@ -1,5 +1,5 @@
-"""In 16 and 8 bits there is no right answer to compare with, but there is one answer: the same alone, in a batch of 32,
-in chunks of any size, and with drafts."""
+"""In fewer bits than 32 there is no right answer to compare with, but there is one answer: the same alone, in a batch
+of 32, in chunks of any size, and with drafts."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ ALONE = range(0, 32, 5)
 """Those of the 32 that are asked alone too."""
 
 
-@pytest.mark.parametrize("quantization", [None, "int8"])
-def test_a_request_gets_one_answer(quantization: str | None) -> None:
+@pytest.mark.parametrize(("quantization", "kv"), [(None, "bfloat16"), ("int8", "int8"), (None, "tq4")])
+def test_a_request_gets_one_answer(quantization: str | None, kv: str) -> None:
     if load_kernels() is None:
         pytest.skip("plain torch sums one row and several in different orders")
-    loaded = load_runner(RunnerOptions(kv_cache_memory=128 << 20, quantization=quantization))
-    assert loaded.dtype == loaded.kv_cache_dtype == "bfloat16"
+    loaded = load_runner(RunnerOptions(kv_cache_memory=128 << 20, quantization=quantization, kv_cache_dtype=kv))
+    assert (loaded.dtype, loaded.kv_cache_dtype) == ("bfloat16", kv)
     tokenizer = load_tokenizer(resolve(None))
     texts = [*TEXTS, *(f"Chapter {number}. {text}" for number, text in enumerate(TEXTS[:12]))]
     asked = [tokenizer.encode(text, add_special_tokens=False) for text in texts]

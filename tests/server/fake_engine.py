@@ -57,6 +57,8 @@ READY = Ready(
     weight_bytes=1000,
     load_seconds=0.1,
     embedding=EmbeddingConfig(hidden_size=HIDDEN, sizes=(4,)),
+    kv_divergence=0.03125,
+    kv_agreement=0.875,
 )
 DEFAULT_REPLY = list(range(1000, 1032))
 """Token ids; their texts depend on the tokenizer."""

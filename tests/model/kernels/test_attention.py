@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvpool.formats import FORMATS
 from model.attention.cpu import CpuAttention
 from model.attention.reference import ReferenceAttention
 from model.batch import Batch, Row
@@ -26,7 +27,7 @@ def attend(kernels: Kernels, made: Scene, scale: float, window: int | None, soft
 
 
 def test_any_batch(kernels: Kernels) -> None:
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=80, deadline=None)
     @given(
         rows=st.lists(
             st.tuples(st.integers(0, 150), st.integers(1, 60)) | st.tuples(st.integers(0, 300), st.just(1)),
@@ -39,7 +40,7 @@ def test_any_batch(kernels: Kernels) -> None:
         group=st.integers(1, 8),
         dim=st.sampled_from([16, 64, 80, 128, 256]),
         size=st.sampled_from([16, 32, 64]),
-        kv=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+        kv=st.sampled_from(list(FORMATS)),
     )
     def examples(
         rows: Rows,
@@ -49,7 +50,7 @@ def test_any_batch(kernels: Kernels) -> None:
         group: int,
         dim: int,
         size: int,
-        kv: torch.dtype,
+        kv: str,
     ) -> None:
         assert kernels.ops.attends(kv_heads * group, kv_heads, dim)
         check(
@@ -67,34 +68,36 @@ def test_any_batch(kernels: Kernels) -> None:
     examples()
 
 
+@pytest.mark.parametrize("kv", ["float32", "int8", "tq4"])
 @pytest.mark.parametrize("window", [None, 1500])
-def test_long_contexts_are_put_together_from_spans(kernels: Kernels, window: int | None) -> None:
+def test_long_contexts_are_put_together_from_spans(kernels: Kernels, window: int | None, kv: str) -> None:
     assert kernels.ops.attends(6, 2, 64)
     rows = [(2500, 1), (1023, 1), (1024, 1), (1020, 20), (2040, 30)]
-    check(rows, heads=6, kv_heads=2, dim=64, window=window, attention=CpuAttention(kernels))
+    check(rows, heads=6, kv_heads=2, dim=64, window=window, kv=kv, attention=CpuAttention(kernels))
 
 
-def test_a_row_is_the_same_alone_and_among_others(kernels: Kernels) -> None:
+@pytest.mark.parametrize("kv", ["float32", "k8v4"])
+def test_a_row_is_the_same_alone_and_among_others(kernels: Kernels, kv: str) -> None:
     """Also where its context is cut into spans: the cuts depend on the row alone."""
     rows = [(1500, 1), (37, 1), (0, 40), (90, 1)]
-    together = scene(rows, heads=6, kv_heads=2, dim=64)
+    together = scene(rows, heads=6, kv_heads=2, dim=64, kv=kv)
     out = attend(kernels, together, 0.1, None, None)
     for number, (start, count) in enumerate(rows):
-        alone = scene([(start, count)], heads=6, kv_heads=2, dim=64)
+        alone = scene([(start, count)], heads=6, kv_heads=2, dim=64, kv=kv)
         first = sum(count for _, count in rows[:number])
         alone.query = together.query[first : first + count]
-        alone.storage.data[:, :, 1:] = 0
         table = together.inputs.tables[number][: -(-(start + count) // 16)]
         blocks = torch.from_numpy(table)
-        alone.storage.data[:, :, torch.from_numpy(alone.inputs.tables[0])] = together.storage.data[:, :, blocks]
+        for mine, theirs in ((alone.storage.k, together.storage.k), (alone.storage.v, together.storage.v)):
+            mine[LAYER][torch.from_numpy(alone.inputs.tables[0])] = theirs[LAYER][blocks]
         assert torch.equal(attend(kernels, alone, 0.1, None, None), out[first : first + count])
 
 
 @pytest.mark.parametrize("softcap", [None, 20.0])
 @pytest.mark.parametrize("window", [None, 90, 1010])
-@pytest.mark.parametrize("kv", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kv", ["float32", "bfloat16", "int8", "tq4"])
 def test_a_query_is_the_same_alone_and_in_a_chunk(
-    kernels: Kernels, kv: torch.dtype, window: int | None, softcap: float | None
+    kernels: Kernels, kv: str, window: int | None, softcap: float | None
 ) -> None:
     """To the last bit, also where the chunk begins and ends in other tiles and spans of keys than the query alone."""
     start, count = 985, 70
@@ -125,7 +128,7 @@ def test_rows_that_begin_in_the_same_blocks(kernels: Kernels) -> None:
         group=st.integers(1, 8),
         dim=st.sampled_from([64, 80]),
         size=st.sampled_from([16, 32, 64]),
-        kv=st.sampled_from([torch.float32, torch.bfloat16]),
+        kv=st.sampled_from(["float32", "bfloat16", "int8", "k8v4", "tq4"]),
         window=st.sampled_from([None, None, 100]),
         softcap=st.sampled_from([None, None, 20.0]),
     )
@@ -134,7 +137,7 @@ def test_rows_that_begin_in_the_same_blocks(kernels: Kernels) -> None:
         group: int,
         dim: int,
         size: int,
-        kv: torch.dtype,
+        kv: str,
         window: int | None,
         softcap: float | None,
     ) -> None:
@@ -163,13 +166,32 @@ def test_rows_that_begin_in_the_same_blocks(kernels: Kernels) -> None:
     examples()
 
 
-def test_a_row_with_broken_numbers_breaks_no_other(kernels: Kernels) -> None:
-    made = scene([(40, 1), (20, 1), (0, 30)], heads=4, kv_heads=2, dim=64)
+@pytest.mark.parametrize("kv", ["float32", "int8", "tq4"])
+def test_a_row_with_broken_numbers_breaks_no_other(kernels: Kernels, kv: str) -> None:
+    made = scene([(40, 1), (20, 1), (0, 30)], heads=4, kv_heads=2, dim=64, kv=kv)
     made.query[1, 2, 5] = torch.nan
     out = attend(kernels, made, 0.1, None, None)
     assert out[1, 2].isnan().all()
     out[1, 2] = 0
     assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf])
+@pytest.mark.parametrize("plane", ["keys", "values"])
+@pytest.mark.parametrize("kv", ["int8", "k8v4", "tq4"])
+def test_broken_keys_and_values_break_their_row_alone(kernels: Kernels, kv: str, plane: str, broken: float) -> None:
+    rows = [(40, 1), (20, 1), (0, 30)]
+    made = scene(rows, heads=4, kv_heads=2, dim=64, kv=kv)
+    for number, vectors in enumerate(torch.ones(2, 3, 2, 64)):
+        vectors[1, 0, 7] = broken
+        blocks = torch.from_numpy(made.inputs.tables[:, 0])
+        if plane == ("keys", "values")[number]:
+            getattr(made.storage, plane).write(LAYER, vectors, blocks, torch.full((3,), 3))
+    for attention in (CpuAttention(kernels), ReferenceAttention()):
+        out = attention(made.query, made.storage, LAYER, made.inputs, scale=0.1)
+        assert out[1, :2].isnan().all()
+        out[1, :2] = 0
+        assert out.isfinite().all()
 
 
 def test_heads_that_do_not_fit_go_to_the_reference(kernels: Kernels) -> None:
