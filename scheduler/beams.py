@@ -75,7 +75,7 @@ class Beams:
 
     @property
     def wanted(self) -> int:
-        """How many of a beam's likeliest tokens a round may need: all that go on may be its own, and as many may end."""
+        """A beam's likeliest tokens that a round may need: all that go on may be its own, and as many may end it."""
         return self._search.width + len(self._ends)
 
     @property
@@ -130,7 +130,7 @@ class Beams:
         return self._score(best.logprob, self._most if longest else self.length) <= self.ended[-1][0]
 
     def _moves(self, going: list[tuple[int, Beam]]) -> list[Move]:
-        """Give each its slot: the first that goes on from a slot stays in it, so that as few tables as can be change."""
+        """Give each its slot. The first that goes on from a slot stays in it, so that few tables change."""
         self._noted.clear()
         self.live = {}
         kept = {source for source, _ in going}

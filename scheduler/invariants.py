@@ -17,7 +17,7 @@ def check(state: SchedulerState, requests: Iterable[Request]) -> None:
 
     The pool's own (`KVPool.check`) over the tables of the running sequences and no others; every living sequence is in
     exactly one place, the one its phase names; num_computed ≤ capacity of the table, and at least one token is left to
-    compute, save for a beam that waits for the others of its search; who does not run holds no block; of a search either
+    compute, save for a beam that waits for the others; who does not run holds no block; of a search either
     all live beams run, or one and no other is born; a matcher has followed every token.
     """
     places = {Phase.RUNNING: list(state.running), Phase.WAITING: list(state.waiting), Phase.UNBORN: list[Sequence]()}
@@ -32,7 +32,7 @@ def check(state: SchedulerState, requests: Iterable[Request]) -> None:
         )
         born = {s.index for s in alive if s.phase is not Phase.UNBORN}
         _require(bool(born), f"request {request.id}: nobody computes its prompt")
-        live = born if request.beams is None else request.beams.live.keys()
+        live = born if request.beams is None else set(request.beams.live)
         _require(len(born) == 1 or born == live, f"request {request.id}: {born} run of the live beams {live}")
         for sequence in alive:
             _require(

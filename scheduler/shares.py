@@ -90,7 +90,7 @@ class Shares:
             if seats <= need and held.seats >= share * limits.max_num_seqs / 2:
                 continue
             if seats < need and need > 1:
-                continue  # A search takes nobody's seat: it would have to take many. Its turn comes when none passes the head.
+                continue  # A search takes nobody's seat, for it would have to take many; see max_bypasses.
             giver = None
             if seats <= 0:
                 giver = self._giver(head, lambda holding: holding.seats, limits.max_num_seqs)
