@@ -20,10 +20,8 @@ from model.source import resolve
 from model.tokenizer import load_tokenizer
 from scheduler.messages import BeamSearch
 from tests.model.parity import make_runner
+from tests.parity import searched
 from tests.parity.session import Answers, Prompts, Session, assert_parity
-from tests.parity.test_beams import Beam, assert_same
-from tests.parity.test_beams import found as search_found
-from tests.parity.test_beams import right as search_right
 
 pytestmark = pytest.mark.timeout(1200)  # 1,280 tokens one by one, several times
 
@@ -50,7 +48,7 @@ TEXTS = [
     "My favourite book is",
 ]
 TEXT_TOKENS = 64
-BEAMS, BEAM_TOKENS = 4, 24
+SEARCH, BEAM_TOKENS = BeamSearch(width=4), 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +57,7 @@ class Demo:
 
     asked: Prompts
     right: Answers
-    beams: list[list[Beam]]
+    beams: list[list[searched.Beam]]
     folder: Path
 
 
@@ -80,7 +78,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
         out = module.generate(ids, attention_mask=mask, max_new_tokens=TEXT_TOKENS, do_sample=False, pad_token_id=0)
         right.append(out[0, len(prompt) :].tolist())
     ends = tuple(tokenizer.eos_ids)
-    beams = [found for prompt in asked[:2] for found in search_right(module, [prompt], SEARCH, ends, BEAM_TOKENS)]
+    beams = [found for prompt in asked[:2] for found in searched.right(module, [prompt], SEARCH, ends, BEAM_TOKENS)]
     # transformers does not save a model that it loaded from GGUF, so its weights move to a fresh one.
     config = {key: value for key, value in module.config.to_dict().items() if key != "quantization_config"}
     plain = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config))
@@ -94,7 +92,7 @@ def test_the_demo_model_equals_generate(demo: Demo) -> None:
     loaded = load_runner(RunnerOptions(dtype="float32", kv_cache_memory=512 << 20))
     assert_parity(loaded.runner, demo.asked, demo.right, None if os.environ.get("OCTAVO_PARITY") == "full" else 4)
     ends = tuple(load_tokenizer(resolve(None)).eos_ids)
-    assert_same(search_found(Session(loaded.runner), demo.asked[:2], SEARCH, ends, BEAM_TOKENS), demo.beams)
+    searched.assert_same(searched.found(Session(loaded.runner), demo.asked[:2], SEARCH, ends, BEAM_TOKENS), demo.beams)
 
 
 def test_the_demo_model_equals_generate_through_transformers(demo: Demo) -> None:
