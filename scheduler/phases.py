@@ -118,10 +118,10 @@ class Phases:
         born, request.unborn = request.unborn, []
         self.unborn -= len(born)
         for sequence in born:
-            sequence.hashes = leader.hashes.copy()
             if seats_taken(state.running) - self._gone < state.limits.max_num_seqs:
                 self._share(sequence, leader, sequence.prompt_len - 1)
             else:
+                sequence.hashes = leader.hashes.copy()
                 sequence.phase = Phase.WAITING
                 state.waiting.add(sequence)
 
@@ -190,6 +190,7 @@ class Phases:
         sequence.num_computed = num_computed
         sequence.shared = num_computed // state.pool.block_size
         sequence.salt = source.salt
+        sequence.hashes = source.hashes[: sequence.shared]
 
     def _empty(self, sequence: Sequence) -> None:
         self._state.pool.release(sequence.table)
