@@ -21,7 +21,7 @@ from tests.parity.session import Prompts, Session
 NEW = 12
 ENDS = tuple(range(5, 128, 9))
 """So many that beams end all the time."""
-KINDS = [(False, 1.0), (False, -0.5), (True, 1.0), (True, 2.0), ("never", 1.0), ("never", 0.0)]
+KINDS: list[tuple[Any, float]] = [(False, 1.0), (False, -0.5), (True, 1.0), (True, 2.0), ("never", 1.0), ("never", 0.0)]
 
 
 @pytest.fixture(scope="module")

@@ -270,8 +270,8 @@ def test_any_mix(
     """Searches, forks, preemptions and aborts: every step leaves a sound pool, the end an empty one, and every beam is
     the oracle's."""
     it = World(blocks, 4, caching, limits(tokens, seats, switch))
-    few = {"FIRST_GUESS": 1, "MIN_REMAINING": 1, "QUANTILE": 0.0}
-    with patch.multiple(estimate, **(few if hopeful else {"FIRST_GUESS": estimate.FIRST_GUESS})):
+    guess = 1 if hopeful else estimate.FIRST_GUESS
+    with patch.object(estimate, "FIRST_GUESS", guess), patch.object(estimate, "MIN_REMAINING", guess):
         for ask in asks:
             for _ in range(ask.pause):
                 it.step()
