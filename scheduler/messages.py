@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import signal
 from enum import IntEnum
+from typing import Literal
 
 import msgspec
 
@@ -24,6 +25,7 @@ __all__ = [
     "COUNTERS",
     "STACKS",
     "Abort",
+    "BeamSearch",
     "EmbeddingConfig",
     "EngineConfig",
     "EngineStats",
@@ -60,6 +62,19 @@ class FinishReason(IntEnum):
     ERROR = 4
 
 
+class BeamSearch(msgspec.Struct, frozen=True, kw_only=True):
+    """Instead of drawing, find the likeliest continuations by the model's own distribution. Of the request's parameters
+    only max_tokens, stop_token_ids and those about logprobs count."""
+
+    width: int
+    """Live beams, at least `Submit.n`; sequence i of the answer is the beam of the i-th best score."""
+    length_penalty: float = 1.0
+    """A beam's score is its logprob by its number of generated tokens to this power."""
+    early_stopping: bool | Literal["never"] = False
+    """Once `width` beams have ended: True, stop; False, stop where none of them would make room for the best live one
+    if that ended now; "never", where it would not at any length that the penalty may favour."""
+
+
 class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     """A new request, or one that is resumed: `generated` holds what its client already has, per sequence."""
 
@@ -72,6 +87,8 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     generated: list[list[int]] = []
     finished: list[int] = []
     """Of a resumed request, the sequences that had ended: they do not run again."""
+    search: BeamSearch | None = None
+    """Its tokens come with its end, all at once, each with a logprob; so one that is resumed begins anew."""
     priority: int = 0
     """Lower runs first."""
     tenant: str = ""
@@ -84,7 +101,8 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
-    """Ends a request, or one sequence of it. Unknown ids are ignored: the abort may cross the last token."""
+    """Ends a request, or one sequence of it; a search as a whole. Unknown ids are ignored: the abort may cross the last
+    token."""
 
     id: int
     index: int | None = None
@@ -175,7 +193,7 @@ class StepOutput(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
     """All rows of one step, as columns of equal length: `ids`, `indices`, `tokens`, `finishes`.
 
     A row brings a token, an end, or both. `tokens` is -1 where a row only ends. A sequence whose draft was right has
-    several rows, in order.
+    several rows, in order; so has every beam of a search that is over.
     """
 
     ids: list[int] = []
@@ -183,7 +201,7 @@ class StepOutput(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
     tokens: list[int] = []
     finishes: list[int] = []
     logprobs: dict[int, Logprob] = {}
-    """By row number, only where asked for."""
+    """By row number, only where asked for, and of every token of a search."""
     started: list[Started] = []
     prompt_logprobs: list[PromptLogprobs] = []
     pooled: list[Pooled] = []

@@ -19,10 +19,12 @@ from kvpool.pool import KVPool
 from model.batch import BAD_LOGITS, NO_TOKEN, Batch, Row, StepResult
 from model.params import Logprob, SamplingParams
 from scheduler import estimate
+from scheduler.beams import most_tokens
 from scheduler.cost import CostModel
 from scheduler.engine import Engine, Message
 from scheduler.limits import Limits
-from scheduler.messages import Abort, FinishReason, StepOutput, Submit
+from scheduler.messages import Abort, BeamSearch, FinishReason, StepOutput, Submit
+from tests.scheduler.searching import following, likeliest, search_slowly
 
 VOCAB = 40
 STOP = 7
@@ -143,7 +145,9 @@ class FakeRunner:
                 drawn.append(NO_TOKEN)
                 break
             drawn.append(self.draw(seen, row.params, row.index))
-            if row.params.logprobs is not None:
+            if row.params.logprobs:  # Only a search asks for more than none.
+                values.append(likeliest(seen, row.params.seed, row.params.logprobs))
+            elif row.params.logprobs is not None:
                 values.append(logprob(seen, drawn[-1]))
             if drawn[: place + 1] != row.draft[: place + 1]:
                 break
@@ -203,6 +207,7 @@ class World:
         seed: int = 0,
         tenant: str = "",
         weight: float = 1.0,
+        search: BeamSearch | None = None,
     ) -> int:
         """Put a Submit into the inbox; its id."""
         prompt = list(prompt)
@@ -219,6 +224,7 @@ class World:
                 top_k=len(prompt),  # The fake runner's way to know where a prompt ends.
             ),
             n=n,
+            search=search,
             generated=generated or [],
             priority=priority,
             tenant=tenant,
@@ -277,8 +283,10 @@ class World:
             params = self.submits[request].params
             if token != NO_TOKEN:
                 assert token >= 0
-                if params.logprobs is not None:
-                    context = self.submits[request].prompt_ids + stream.tokens
+                context = self.submits[request].prompt_ids + stream.tokens
+                if self.submits[request].search is not None:
+                    assert output.logprobs[row].logprob == following(context, params.seed)[token]
+                elif params.logprobs is not None:
                     assert output.logprobs[row] == logprob(context, token)
                 stream.tokens.append(token)
                 fresh = not any(self.submits[request].generated)
@@ -296,6 +304,8 @@ class World:
         """What the sequence must bring when nothing goes wrong."""
         submit = self.submits[request]
         params = submit.params
+        if submit.search is not None:
+            return self._found(submit, submit.search)[index]
         stream = Stream(list(submit.generated[index]) if submit.generated else [])
         limit = min(len(submit.prompt_ids) + params.max_tokens, self.capacity)
         while True:
@@ -304,6 +314,18 @@ class World:
             if len(submit.prompt_ids) + len(stream.tokens) >= limit:
                 return replace(stream, finish=FinishReason.LENGTH)
             stream.tokens.append(self.runner.draw(submit.prompt_ids + stream.tokens, params, index))
+
+    def _found(self, submit: Submit, search: BeamSearch) -> list[Stream]:
+        prompt, params = submit.prompt_ids, submit.params
+        most = most_tokens(len(prompt), search.width, self.pool.num_usable, self.pool.block_size)
+        most = min(params.max_tokens, min(most, self.limits.max_model_len) - len(prompt))
+        found = search_slowly(
+            search, params.stop_token_ids, most, lambda generated: following(prompt + generated, params.seed)
+        )
+        ends = {True: FinishReason.STOP, False: FinishReason.LENGTH}
+        streams = [Stream(tokens, ends[stopped]) for tokens, _, stopped in found]
+        missing = Stream(finish=FinishReason.STOP if params.max_tokens else FinishReason.LENGTH)
+        return [*streams, *[missing] * (submit.n - len(streams))]
 
     def verify(self) -> None:
         """Every sequence brought what the oracle says, or a beginning of it where it was aborted."""
