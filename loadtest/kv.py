@@ -139,7 +139,7 @@ def measure(args: argparse.Namespace) -> FormatTable:
     """Raises ModelError, BudgetError or BadWorkload."""
     from loadtest.greedy import PROMPTS, Agreement, continued, followed  # Bring in torch.
     from loadtest.likelihood import BLOCK_SIZE, Setting, compare, load
-    from loadtest.turns import take_turns
+    from loadtest.relay import take_turns
 
     def bar(what: str, total: int) -> tqdm[int]:
         return tqdm(total=total, desc=what, disable=args.disable_tqdm or not sys.stderr.isatty())
