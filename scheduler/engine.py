@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Items
-from math import inf
 
 from kvpool.pool import KVPool
 from model.batch import BAD_GRAMMAR, BAD_LOGITS, NO_TOKEN, Batch, Executor, Row
@@ -70,13 +69,7 @@ class Engine:
         self._cost = cost or CostModel()
         self._speculation = Speculation(pool, limits, self._cost)
         self.tiering = Tiering.behind(self._state, memory, self._cost, clock)
-        timed = limits.target_step_time is not None
-        self._budget = Budget(
-            limits.max_num_batched_tokens,
-            limits.min_chunk,
-            limits.target_step_time or inf,
-            self._cost if timed else None,
-        )
+        self._budget = Budget.of(limits, self._cost)
 
     @property
     def has_work(self) -> bool:
@@ -84,8 +77,8 @@ class Engine:
         return bool(self._state.running or self._state.waiting or self._compiling)
 
     def step(self, inbox: Items[Message] = ()) -> StepOutput:
-        """Apply the messages and compute one step, if anybody has work. A row that fails ends alone: it raises only where
-        the runner fails whatever it is given."""
+        """Apply the messages and compute one step, if anybody has work. A row that fails ends alone: this raises only
+        where the runner fails whatever it is given."""
         self._report = Report()
         for message in self._compiling.ready(inbox, idle=not (self._state.running or self._state.waiting)):
             if isinstance(message, Submit):
