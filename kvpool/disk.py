@@ -130,14 +130,15 @@ class DiskSlots:
         return list(self._readers.map(self._read, slots, heads, out))
 
     def close(self, order: Sequence[int]) -> None:
-        """The order survives in the stamps: within the process using a block writes nothing."""
+        """The order survives in the stamps: while the process lives, using a block writes nothing."""
         try:
             self._settle()
-            index = bytearray(self._pread(self.count * self._layout.entry_bytes, PAGE))
+            index = self._pread(self.count * self._layout.entry_bytes, PAGE)
             entries = np.frombuffer(index, np.uint8).reshape(self.count, -1)
-            stamps = np.arange(1, len(order) + 1, dtype="<u8").view(np.uint8).reshape(-1, STAMP)
-            entries[np.asarray(order, np.int64), :STAMP] = stamps
-            _pwrite(self._fd, index, PAGE)
+            kept, used = np.zeros_like(entries), np.asarray(order, np.int64)
+            kept[used] = entries[used]
+            kept[used, :STAMP] = np.arange(1, len(used) + 1, dtype="<u8").view(np.uint8).reshape(-1, STAMP)
+            _pwrite(self._fd, kept.tobytes(), PAGE)
         finally:
             self._writer.shutdown()
             self._readers.shutdown()

@@ -85,8 +85,8 @@ def _ttft(answers: Sequence[Answer]) -> float:
 
 async def ask(session: aiohttp.ClientSession, url: str, messages: list[dict[str, str]], max_tokens: int) -> Answer:
     """One streamed chat. Raises Died where it is not answered."""
-    body = {"messages": messages, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
-    body |= {"model": "", "stream_options": {"include_usage": True}}
+    body = {"messages": messages, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+    body |= {"stream": True, "stream_options": {"include_usage": True}}
     began, first, text = clock(), None, ""
     usage: dict[str, Any] = {}
     async with session.post(f"{url}/v1/chat/completions", json=body) as response:
