@@ -92,19 +92,19 @@ class DiskSlots:
     persistent = True
     bandwidth = DISK_BANDWIDTH
 
-    def __init__(self, path: str, layout: DiskLayout) -> None:
-        """Opens the file, or makes it. TierError where it cannot be used, or holds something else."""
+    def __init__(self, path: str, layout: DiskLayout, claimed: int | None = None) -> None:
+        """`claimed`: the descriptor from claim(), where that was called before. TierError where the file cannot be used
+        as one of this layout."""
         self.count, self.block_bytes = layout.count, layout.block_bytes
         self.emptied: str | None = None
         """Why what lay there was thrown away."""
-        if self.count < 1:
-            least = 2 * PAGE + layout.entry_bytes + layout.stride
-            raise TierError(f"--kv-disk-size {format_bytes(layout.size)}: needs at least {format_bytes(least)}")
         self._layout = layout
-        self._fd = _open(path)
+        self._fd = claim(path) if claimed is None else claimed
         try:
-            kept = self._adopt(path)
-            self._found = self._entries(kept)
+            if self.count < 1:
+                least = 2 * PAGE + layout.entry_bytes + layout.stride
+                raise TierError(f"--kv-disk-size {format_bytes(layout.size)}: needs at least {format_bytes(least)}")
+            self._found = self._entries(self._adopt(path))
         except BaseException:
             os.close(self._fd)
             raise
@@ -179,10 +179,7 @@ class DiskSlots:
         layout, length = self._layout, os.fstat(self._fd).st_size
         try:
             if length:
-                header = self._pread(PAGE, 0)
-                if not header.startswith(MAGIC):
-                    raise TierError(f"--kv-disk {path}: holds something else; it would be overwritten, so name another")
-                self.emptied = _difference(header, layout)
+                self.emptied = _difference(self._pread(PAGE, 0), layout)
                 if self.emptied is not None:
                     os.ftruncate(self._fd, 0)
                     length = 0
@@ -211,8 +208,9 @@ class DiskSlots:
         return sorted(found)
 
 
-def _open(path: str) -> int:
-    """The descriptor of a regular file that nobody else uses. TierError."""
+def claim(path: str) -> int:
+    """The descriptor of the file, which is made where there is none; nobody else has it from now on. TierError where it
+    is in use, no regular file, or holds something else."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT, stat.S_IRUSR | stat.S_IWUSR)
     except OSError as error:
@@ -221,10 +219,13 @@ def _open(path: str) -> int:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise TierError(f"--kv-disk {path}: not a regular file")
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BaseException as error:
+        if os.fstat(fd).st_size and os.pread(fd, len(MAGIC), 0) != MAGIC:
+            raise TierError(f"--kv-disk {path}: holds something else; it would be overwritten, so name another")
+    except BlockingIOError:
         os.close(fd)
-        if isinstance(error, BlockingIOError):
-            raise TierError(f"--kv-disk {path}: another server uses it") from None
+        raise TierError(f"--kv-disk {path}: another server uses it") from None
+    except BaseException:
+        os.close(fd)
         raise
     return fd
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from kvpool.budget import BudgetError, format_bytes
-from kvpool.disk import DiskLayout, DiskSlots
+from kvpool.disk import DiskLayout, DiskSlots, claim
 from kvpool.memory import available_memory
 from kvpool.pool import KVPool
 from kvpool.slots import MemorySlots
@@ -25,6 +25,7 @@ Progress = Callable[[str, str], None]
 def assemble(config: EngineConfig, progress: Progress) -> tuple[Engine, Ready]:
     """Load the model and build the engine. Raises ModelError, BudgetError or TierError for what the user can mend."""
     began = time.monotonic()
+    disk = claim(config.kv_disk) if config.kv_disk is not None else None
     loaded = load_runner(
         RunnerOptions(
             model=config.model,
@@ -41,7 +42,7 @@ def assemble(config: EngineConfig, progress: Progress) -> tuple[Engine, Ready]:
         ),
         progress,
     )
-    tier = open_tier(config, loaded, progress)
+    tier = open_tier(config, loaded, disk, progress)
     window = loaded.model_config.window
     pool = KVPool(loaded.num_blocks, loaded.block_size, config.enable_prefix_caching, window, tier)
     if window is not None:
@@ -74,11 +75,13 @@ def assemble(config: EngineConfig, progress: Progress) -> tuple[Engine, Ready]:
     )
 
 
-def open_tier(config: EngineConfig, loaded: LoadedModel, progress: Progress) -> Tier | None:
-    """The tier that the configuration asks for, with what was found in it. Raises BudgetError or TierError."""
+def open_tier(config: EngineConfig, loaded: LoadedModel, disk: int | None, progress: Progress) -> Tier | None:
+    """The tier that the configuration asks for, with what was found in it. `disk`: from claim(). Raises BudgetError or
+    TierError."""
     size, block_bytes = loaded.block_size, loaded.runner.storage.block_bytes
     if config.kv_disk is not None and config.kv_disk_size is not None:
-        slots = DiskSlots(config.kv_disk, DiskLayout(config.kv_disk_size, size, block_bytes, fingerprint(loaded)))
+        layout = DiskLayout(config.kv_disk_size, size, block_bytes, fingerprint(loaded))
+        slots = DiskSlots(config.kv_disk, layout, disk)
         if slots.emptied is not None:
             progress("warning", f"--kv-disk {config.kv_disk} was emptied: {slots.emptied}")
         tier, place = Tier(slots), config.kv_disk
