@@ -162,7 +162,7 @@ class Engine:
             sequence.table = pool.adopt(hit)
         if self.tiering is not None:
             self.tiering.restore(step.admitted)
-        for sequence in step.admitted:
+        for sequence, hit in step.admitted.items():
             self._state.waiting.remove(sequence)
             self._state.running.append(sequence)
             sequence.phase = Phase.RUNNING

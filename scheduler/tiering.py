@@ -75,28 +75,37 @@ class Tiering:
 
     def restore(self, admitted: Mapping[Stream, PrefixHit]) -> None:
         """Read what is stored of these hits, whose other blocks have just been adopted. Where that is not what it was
-        any more, the tables end before it."""
+        any more, the tables end before it; with a window they are empty then, for others would be needed before it."""
         for sequence, hit in admitted.items():
             if hit.stored:
-                self._restore(sequence, hit)
+                content = self._read(hit)
+                if len(content) < len(hit.stored) and self._pool.window is not None:
+                    self._pool.release(sequence.table)
+                elif len(content):
+                    self._extend(sequence, len(hit.blocks), content)
 
-    def _restore(self, sequence: Stream, hit: PrefixHit) -> None:
+    def _read(self, hit: PrefixHit) -> Bytes:
+        """The content of what is stored of it, block by block; fewer blocks where some are not what they were."""
         began = self._clock()
-        pool, table, size = self._pool, sequence.table, self._pool.block_size
         try:
             content = self._tier.read(hit.stored)
         except OSError as error:
             self._give_up(error)
-            return
-        end = (len(hit.blocks) + len(content)) * size
-        if not len(content) or not pool.extend(table, end, len(hit.blocks) * size):
-            return
+            return self._tier.read([])
+        self._seconds += NEWEST * ((self._clock() - began) / len(hit.stored) - self._seconds)
+        return content
+
+    def _extend(self, sequence: Stream, start: int, content: Bytes) -> None:
+        """Put blocks behind the `start` that the table has. The plan has counted them."""
+        pool, table, size = self._pool, sequence.table, self._pool.block_size
+        end = start + len(content)
+        if not pool.extend(table, end * size, start * size):
+            raise RuntimeError(f"the plan promised blocks that the pool does not have: {pool.usage()}")
         self.save()  # before anything is written to the blocks that extend() took
-        self._memory.scatter(table.blocks[len(hit.blocks) :], content)
-        pool.commit(table, sequence.tokens, end, sequence.salt)
+        self._memory.scatter(table.blocks[start:], content)
+        pool.commit(table, sequence.tokens, end * size, sequence.salt)
         self._tier.counts.restores += 1
         self._tier.counts.restored += len(content)
-        self._seconds += NEWEST * ((self._clock() - began) / len(content) - self._seconds)
 
     def save(self) -> None:
         """Keep what the pool is about to write over: after the last extend(), before anything is copied or computed."""

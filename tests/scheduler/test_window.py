@@ -100,5 +100,36 @@ def test_the_tier_gives_the_window_back(world: type[World]) -> None:
     it.verify()
     assert it.started[request] == 80
     assert tier.counts.restored == 3
+
+
+def test_a_window_of_which_a_part_is_damaged_is_computed(world: type[World]) -> None:
+    """What is left of it would need blocks before it that were not asked for."""
+    slots = MemorySlots(200, SIZE * 8)
+    tier = Tier(slots)
+    it = world(blocks=24, limits=LIMITS, window=WINDOW, tier=tier)
+    prompt = list(range(40)) * 2
+    it.add(prompt, max_tokens=3)
+    it.run()
+    for number in range(4):
+        it.add([number] * 70, max_tokens=3)
+        it.run()
+    head = it.pool.match([*prompt, 0], b"").stored[-1]
+    slots._content[tier._by_digest[head[:16]][0], 0] ^= 1
+    request = it.add([*prompt, 0], max_tokens=9)
+    it.run()
+    it.verify()
+    assert it.started[request] == 0
+    assert tier.counts.refused == 1
+
+
+def test_a_window_is_read_whole_or_not_at_all(world: type[World]) -> None:
+    tier = Tier(MemorySlots(200, SIZE * 8))
+    it = world(blocks=24, limits=LIMITS, window=WINDOW, tier=tier)
+    prompt = list(range(40)) * 2
+    it.add(prompt, max_tokens=3)
+    it.run()
+    for number in range(4):
+        it.add([number] * 70, max_tokens=3)
+        it.run()
     tier.worth = lambda start, count: count - 1
-    assert it.pool.match([*(prompt * 2), 0], b"").tokens == 80
+    assert it.pool.match([*prompt, 0], b"").tokens == 0
