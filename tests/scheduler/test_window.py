@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from tests.scheduler.conftest import World
 
 SIZE, WINDOW = 4, 12
+PROMPT = [*range(40), *range(40), 0]
 LIMITS = Limits(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=10_000)
 
 
@@ -56,17 +57,16 @@ def test_forks_at_every_place_of_a_block(world: type[World]) -> None:
 def test_a_prefix_is_found_by_its_end(world: type[World]) -> None:
     """Its beginning was given back first and is evicted first; a hit needs the window alone."""
     it = world(blocks=24, limits=LIMITS, window=WINDOW)
-    prompt = list(range(40)) * 2
-    it.add(prompt, max_tokens=3)
+    it.add(PROMPT[:-1], max_tokens=3)
     it.run()
     it.add([39] * 17, max_tokens=3)
     it.run()
-    hit = it.pool.match([*prompt, 0], b"")
+    hit = it.pool.match(PROMPT, b"")
     assert hit.tokens == 80
     assert hit.blocks[:17] == (0,) * 17
     assert all(hit.blocks[17:])
-    assert it.pool.match(prompt[:40], b"").tokens < 36, "its own beginning is gone"
-    request = it.add([*prompt, 0], max_tokens=9)
+    assert it.pool.match(PROMPT[:40], b"").tokens < 36, "its own beginning is gone"
+    request = it.add(PROMPT, max_tokens=9)
     it.run()
     it.verify()
     assert it.started[request] == 80
@@ -74,62 +74,52 @@ def test_a_prefix_is_found_by_its_end(world: type[World]) -> None:
 
 def test_a_prefix_whose_window_has_a_gap_is_none(world: type[World]) -> None:
     it = world(blocks=40, limits=LIMITS, window=WINDOW)
-    prompt = list(range(40)) * 2
-    it.add(prompt, max_tokens=1)
+    it.add(PROMPT[:-1], max_tokens=1)
     it.run()
-    block = it.pool.match([*prompt, 0], b"").blocks[-2]
+    block = it.pool.match(PROMPT, b"").blocks[-2]
     it.pool._map.drop(block)
     it.pool._cached -= 1
-    assert it.pool.match([*prompt, 0], b"").tokens == 72
-    assert it.pool.match([*prompt, 0], b"other").tokens == 0
+    assert it.pool.match(PROMPT, b"").tokens == 72
+    assert it.pool.match(PROMPT, b"other").tokens == 0
+
+
+def evicted(world: type[World], slots: MemorySlots) -> World:
+    """Of PROMPT the pool has nothing left, its tier everything."""
+    it = world(blocks=24, limits=LIMITS, window=WINDOW, tier=Tier(slots))
+    for prompt in (PROMPT[:-1], *([number] * 70 for number in range(4))):
+        it.add(prompt, max_tokens=3)
+        it.run()
+    return it
 
 
 def test_the_tier_gives_the_window_back(world: type[World]) -> None:
-    tier = Tier(MemorySlots(200, SIZE * 8))
-    it = world(blocks=24, limits=LIMITS, window=WINDOW, tier=tier)
-    prompt = list(range(40)) * 2
-    it.add(prompt, max_tokens=3)
-    it.run()
-    for number in range(4):
-        it.add([number] * 70, max_tokens=3)
-        it.run()
-    hit = it.pool.match([*prompt, 0], b"")
+    it = evicted(world, MemorySlots(200, SIZE * 8))
+    hit = it.pool.match(PROMPT, b"")
     assert (hit.tokens, len(hit.stored)) == (80, 3)
-    request = it.add([*prompt, 0], max_tokens=9)
+    request = it.add(PROMPT, max_tokens=9)
     it.run()
     it.verify()
     assert it.started[request] == 80
-    assert tier.counts.restored == 3
+    assert it.last is not None
+    assert it.last.stats.tier_restored_tokens == 3 * SIZE
 
 
 def test_a_window_of_which_a_part_is_damaged_is_computed(world: type[World]) -> None:
     """What is left of it would need blocks before it that were not asked for."""
     slots = MemorySlots(200, SIZE * 8)
-    tier = Tier(slots)
-    it = world(blocks=24, limits=LIMITS, window=WINDOW, tier=tier)
-    prompt = list(range(40)) * 2
-    it.add(prompt, max_tokens=3)
-    it.run()
-    for number in range(4):
-        it.add([number] * 70, max_tokens=3)
-        it.run()
-    head = it.pool.match([*prompt, 0], b"").stored[-1]
-    slots._content[tier._by_digest[head[:16]][0], 0] ^= 1
-    request = it.add([*prompt, 0], max_tokens=9)
+    it = evicted(world, slots)
+    head = it.pool.match(PROMPT, b"").stored[-1]
+    slots._content[next(slot for slot, (of, _) in enumerate(slots._of) if of == head), 0] ^= 1
+    request = it.add(PROMPT, max_tokens=9)
     it.run()
     it.verify()
     assert it.started[request] == 0
-    assert tier.counts.refused == 1
+    assert it.last is not None
+    assert it.last.stats.tier_refused_tokens == SIZE
 
 
 def test_a_window_is_read_whole_or_not_at_all(world: type[World]) -> None:
-    tier = Tier(MemorySlots(200, SIZE * 8))
-    it = world(blocks=24, limits=LIMITS, window=WINDOW, tier=tier)
-    prompt = list(range(40)) * 2
-    it.add(prompt, max_tokens=3)
-    it.run()
-    for number in range(4):
-        it.add([number] * 70, max_tokens=3)
-        it.run()
-    tier.worth = lambda start, count: count - 1
-    assert it.pool.match([*prompt, 0], b"").tokens == 0
+    it = evicted(world, MemorySlots(200, SIZE * 8))
+    assert it.pool.tier is not None
+    it.pool.tier.worth = lambda start, count: count - 1
+    assert it.pool.match(PROMPT, b"").tokens == 0
