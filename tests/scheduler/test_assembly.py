@@ -73,9 +73,9 @@ def test_host_memory_on_a_cpu(folder: Path) -> None:
     engine, lines = made(folder, kv_host_memory=2 * MIB)
     assert engine.tiering is not None
     assert lines[0].startswith("warning: --kv-host-memory buys nothing on a CPU")
-    with pytest.raises(BudgetError, match="^--kv-host-memory 1 KiB: a block takes"):
+    with pytest.raises(BudgetError, match=r"^--kv-host-memory 1 KiB: a block takes"):
         made(folder, kv_host_memory=1024)
-    with pytest.raises(BudgetError, match="^--kv-host-memory 1024 TiB is more than the"):
+    with pytest.raises(BudgetError, match=r"^--kv-host-memory 1024 TiB is more than the"):
         made(folder, kv_host_memory=1 << 50)
 
 
