@@ -48,6 +48,10 @@ def main(argv: Sequence[str]) -> int:
         from loadtest.soak import main as soak
 
         return soak(argv[1:])
+    if argv[:1] == ["turns"]:
+        from loadtest.turns import main as turns
+
+        return turns(argv[1:])
     if argv[:1] == ["perplexity"]:
         from loadtest.perplexity import main as perplexity
 

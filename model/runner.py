@@ -60,6 +60,7 @@ class LoadedModel:
     """A runner and what the engine and the front end must know of it."""
 
     runner: Runner
+    source: ModelSource
     model_config: ModelConfig
     num_blocks: int
     """The null block included: what KVPool is made with."""
@@ -146,6 +147,7 @@ def load_runner(options: RunnerOptions, progress: Progress = lambda stage, detai
     warm_up(runner, min(max_tokens, max_model_len, plan.num_tokens, layout.block_size))
     return LoadedModel(
         runner=runner,
+        source=source,
         model_config=model.config,
         num_blocks=plan.num_blocks,
         block_size=layout.block_size,

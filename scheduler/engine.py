@@ -28,6 +28,7 @@ from scheduler.refusal import refusal
 from scheduler.report import Report
 from scheduler.sequence import Phase, Request, Sequence
 from scheduler.speculation import Speculation
+from scheduler.tiering import BlockMemory, Tiering
 
 Message = Submit | Abort
 
@@ -50,8 +51,10 @@ class Engine:
         clock: Callable[[], float],
         cost: CostModel | None = None,
         grammars: Grammars | None = None,
+        memory: BlockMemory | None = None,
     ) -> None:
-        """`clock` gives monotonic seconds. Without `grammars` requests that have one are refused."""
+        """`clock` gives monotonic seconds. Without `grammars` requests that have one are refused. `memory`: the pool's,
+        where that has a tier."""
         self._state = SchedulerState(pool, limits)
         self._phases = Phases(self._state)
         self._executor = executor
@@ -63,15 +66,8 @@ class Engine:
         self._report = Report()
         self._cost = cost or CostModel()
         self._speculation = Speculation(pool, limits, self._cost)
-        if limits.target_step_time is None:
-            self._budget = Budget(limits.max_num_batched_tokens, limits.min_chunk)
-        else:
-            self._budget = Budget(
-                limits.max_num_batched_tokens,
-                limits.min_chunk,
-                limits.target_step_time,
-                self._cost,
-            )
+        self.tiering = Tiering.behind(self._state, memory, self._cost, clock)
+        self._budget = Budget.of(limits, self._cost)
 
     @property
     def has_work(self) -> bool:
@@ -79,10 +75,8 @@ class Engine:
         return bool(self._state.running or self._state.waiting or self._compiling)
 
     def step(self, inbox: Items[Message] = ()) -> StepOutput:
-        """Apply the messages and compute one step, if anybody has work.
-
-        A row that fails ends alone. Raises only where the runner fails whatever it is given.
-        """
+        """Apply the messages and compute one step, if anybody has work. A row that fails ends alone: this raises only
+        where the runner fails whatever it is given."""
         self._report = Report()
         for message in self._compiling.ready(inbox, idle=not (self._state.running or self._state.waiting)):
             if isinstance(message, Submit):
@@ -159,13 +153,17 @@ class Engine:
 
     def _launch(self, step: Plan) -> Flight:
         pool = self._state.pool
-        # Adopt before anything is extended: what was matched may lie in the free list.
+        # Adopt before anything is extended, and restoring extends: what was matched may lie in the free list.
+        for sequence, hit in step.admitted.items():
+            sequence.table = pool.adopt(hit)
+        if self.tiering is not None:
+            self.tiering.restore(step.admitted)
         for sequence, hit in step.admitted.items():
             self._phases.admit(sequence, hit)
             request = sequence.request
             if not request.started:
                 request.started = True
-                cached = min(hit.tokens, request.prompt_len)
+                cached = min(sequence.num_computed, request.prompt_len)
                 self._counters.prefix_queried_tokens += request.prompt_len
                 self._counters.prefix_hit_tokens += cached
                 self._report.started.append(Started(request.id, step.now, cached))
@@ -188,6 +186,8 @@ class Engine:
             row.matcher, row.pooled = sequence.matcher, sequence.request.pooled
             rows.append(row)
         work = self._speculation.attach(step, rows)
+        if self.tiering is not None:
+            self.tiering.save()
         batch = Batch(rows, pool.take_copies())
         launched = self._clock()
         return Flight(step, batch, isolation.launch(self._executor, batch), work, launched)
@@ -257,6 +257,7 @@ class Engine:
         pool = self._state.pool
         if end // pool.block_size > start // pool.block_size:
             pool.commit(sequence.table, sequence.tokens, end, sequence.salt)
+            pool.slide(sequence.table, end)
 
     def _draw(self, sequence: Sequence, drawn: list[int], logprobs: list[Logprob]) -> None:
         """Append what a row drew, until it ends the sequence. All but the last were in its draft, hence computed."""

@@ -173,6 +173,16 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Their logits or hidden states were not finite."""
     failed_grammar: int = 0
     """They met a token that their grammar does not allow, or its matcher failed."""
+    tier_bytes_used: int = 0
+    """Of the tier behind the pool; these are 0 where there is none."""
+    tier_bytes_total: int = 0
+    tier_restores: int = 0
+    """Sequences that began with tokens from there."""
+    tier_restored_tokens: int = 0
+    """Tokens that were read from there instead of being computed; part of the hits of the prefix cache."""
+    tier_stored_tokens: int = 0
+    tier_refused_tokens: int = 0
+    """Tokens that were there, and whose content was not what had been stored."""
     steps: int
     step_seconds: float
     """Of the last step."""

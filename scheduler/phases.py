@@ -39,13 +39,12 @@ class Phases:
                 state.waiting.add(sequence)
 
     def admit(self, sequence: Sequence, hit: PrefixHit) -> None:
-        """It begins, or goes on, with a cached prefix."""
+        """It begins, or goes on, behind the cached prefix that its table holds: the hit, and what a tier had of the rest."""
         state = self._state
         state.waiting.remove(sequence)
         state.running.append(sequence)
         sequence.phase = Phase.RUNNING
-        sequence.table = state.pool.adopt(hit)
-        sequence.num_computed = hit.tokens
+        sequence.num_computed = sequence.table.registered * state.pool.block_size
         sequence.shared = len(hit.blocks) - hit.free
         sequence.preempted = False
         sequence.request.pooled = None

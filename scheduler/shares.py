@@ -57,7 +57,8 @@ class Shares:
         self._held: dict[str, _Holding] = {}
         for sequence in running:
             held = self._held.setdefault(sequence.request.tenant, _Holding())
-            blocks = max(len(sequence.table.blocks), self._blocks(len(sequence.tokens))) - sequence.shared
+            blocks = max(len(sequence.table.blocks), self._blocks(len(sequence.tokens)))
+            blocks -= max(sequence.shared, sequence.table.freed)
             held.seats += 1
             held.blocks += blocks
             held.expected += blocks + self._growth(sequence)

@@ -91,6 +91,9 @@ class ServerCollector(Collector):
         )
         yield gauge("kv_usage_ratio", "Share of the KV pool that is active.", used, "vllm:kv_cache_usage_perc")
         yield gauge("kv_active_tokens", "Tokens held in active blocks.", stats.tokens_active)
+        tier = {"used": stats.tier_bytes_used, "free": stats.tier_bytes_total - stats.tier_bytes_used}
+        by_state: Samples = [({"state": name}, count) for name, count in tier.items()]
+        yield gauge("kv_tier_bytes", "Bytes of the tier behind the KV pool: used, free.", by_state)
         yield gauge("connections", "Open connections.", service.connections.count)
         yield gauge("engine_up", "Whether the engine serves.", float(state in ("ready", "draining")))
         asleep = float(state == "asleep")
@@ -155,6 +158,13 @@ class ServerCollector(Collector):
             stats.prefix_hit_tokens,
             "vllm:prefix_cache_hits",
         )
+        yield counter("kv_tier_hits", "Sequences that began with tokens from the KV tier.", stats.tier_restores)
+        by_fate: Samples = [
+            ({"event": "restored"}, stats.tier_restored_tokens),
+            ({"event": "stored"}, stats.tier_stored_tokens),
+            ({"event": "refused"}, stats.tier_refused_tokens),
+        ]
+        yield counter("kv_tier_tokens", "Tokens moved by the KV tier; refused: not what had been stored.", by_fate)
         drafts = "Rows of a step that had a draft, guessed tokens to verify."
         yield counter("drafts", drafts, stats.drafts, "vllm:spec_decode_num_drafts")
         yield counter("draft_tokens", "Guessed tokens.", stats.drafted_tokens, "vllm:spec_decode_num_draft_tokens")

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 
 from kvpool.pool import KVPool
+from kvpool.tier import Tier
 from model.batch import BAD_LOGITS, NO_TOKEN, Batch, Row, StepResult
 from model.params import Logprob, SamplingParams
 from scheduler import estimate
@@ -59,9 +62,15 @@ class FakeRunner:
     """Implements model.batch.Executor over a memory of cells."""
 
     def __init__(
-        self, num_blocks: int, block_size: int, advance: Callable[[float], None], rope_switch: int | None
+        self,
+        num_blocks: int,
+        block_size: int,
+        advance: Callable[[float], None],
+        rope_switch: int | None,
+        window: int | None = None,
     ) -> None:
         self.draw = draw
+        self.window = window or 10**9
         self.switch = rope_switch or 10**9
         self.size = block_size
         self.memory: list[Cell] = [None] * (num_blocks * block_size)
@@ -107,9 +116,21 @@ class FakeRunner:
         results = [self._result(row) for row in batch.rows]
         return Done(StepResult([r[0] for r in results], [r[1] for r in results], [r[2] for r in results]))
 
+    def gather(self, blocks: Sequence[int]) -> npt.NDArray[np.uint8]:
+        """See `scheduler.tiering.BlockMemory`; a cell is 8 bytes."""
+        cells = [self.memory[b * self.size : (b + 1) * self.size] for b in blocks]
+        numbers = [[-1 if c is None else c[0] + (c[1] << 20) + (c[2] << 60) for c in block] for block in cells]
+        return np.array(numbers, np.int64).view(np.uint8)
+
+    def scatter(self, blocks: Sequence[int], content: npt.NDArray[np.uint8]) -> None:
+        for block, row in zip(blocks, content.view(np.int64).tolist(), strict=True):
+            cells = [None if n < 0 else (n % (1 << 20), n >> 20 & (1 << 40) - 1, bool(n >> 60)) for n in row]
+            self.memory[block * self.size : (block + 1) * self.size] = cells
+
     def _check(self, row: Row) -> None:
         end = row.start + row.count
-        if row.count < 1 or end > len(row.tokens) or 0 in row.blocks:
+        first = max(0, row.start + 1 - self.window)
+        if row.count < 1 or end > len(row.tokens) or 0 in row.blocks[first // self.size :]:
             raise WrongContext(f"impossible row {row}")
         if end + len(row.draft) > min(len(row.blocks) * self.size, row.prompt_len + row.params.max_tokens):
             raise WrongContext(f"row without room {row}")
@@ -117,14 +138,15 @@ class FakeRunner:
             raise WrongContext(f"row must not have a draft: {row}")
         if row.samples != (end == len(row.tokens) and row.params.max_tokens > 0):
             raise WrongContext(f"row must draw or must not: {row}")
-        for position in range(row.start):
+        for position in range(first, row.start):
             cell = self.memory[row.blocks[position // self.size] * self.size + position % self.size]
             if cell != (row.tokens[position], position, len(row.tokens) > self.switch):
                 raise WrongContext(f"position {position} holds {cell}, not {row.tokens[position]}")
 
     def _read(self, row: Row, end: int) -> list[int]:
-        cells = [self.memory[row.blocks[p // self.size] * self.size + p % self.size] for p in range(end)]
-        return [cell[0] for cell in cells if cell is not None]
+        first = max(0, end - self.window)
+        cells = [self.memory[row.blocks[p // self.size] * self.size + p % self.size] for p in range(first, end)]
+        return row.tokens[:first] + [cell[0] for cell in cells if cell is not None]
 
     def _result(self, row: Row) -> tuple[list[int], list[Logprob], list[Logprob] | None]:
         end = row.start + row.count
@@ -167,15 +189,21 @@ class World:
     """An engine over a fake runner, its clients, and the oracle."""
 
     def __init__(
-        self, blocks: int = 64, block_size: int = 4, prefix_caching: bool = True, limits: Limits | None = None
+        self,
+        blocks: int = 64,
+        block_size: int = 4,
+        prefix_caching: bool = True,
+        limits: Limits | None = None,
+        window: int | None = None,
+        tier: Tier | None = None,
     ) -> None:
-        """`blocks`: usable ones."""
+        """`blocks`: usable ones. `tier`: of blocks of 8 bytes a token."""
         self.now = 0.0
         self.limits = limits or Limits(max_num_seqs=16, max_num_batched_tokens=64, max_model_len=10_000)
-        self.pool = KVPool(blocks + 1, block_size, prefix_caching)
-        self.runner = FakeRunner(blocks + 1, block_size, self._advance, self.limits.rope_switch)
+        self.pool = KVPool(blocks + 1, block_size, prefix_caching, window, tier)
+        self.runner = FakeRunner(blocks + 1, block_size, self._advance, self.limits.rope_switch, window)
         self.cost = CostModel()
-        self.engine = Engine(self.pool, self.runner, self.limits, lambda: self.now, self.cost)
+        self.engine = Engine(self.pool, self.runner, self.limits, lambda: self.now, self.cost, memory=self.runner)
         self.capacity = min(blocks * block_size, self.limits.max_model_len)
         self.submits: dict[int, Submit] = {}
         self.streams: dict[tuple[int, int], Stream] = {}
