@@ -39,7 +39,7 @@ class Phases:
                 state.waiting.add(sequence)
 
     def admit(self, sequence: Sequence, hit: PrefixHit) -> None:
-        """It begins, or goes on, behind the cached prefix that its table holds: the hit, and what a tier had of the rest."""
+        """It begins, or goes on, behind what its table holds: its hit, and what a tier had of the rest."""
         state = self._state
         state.waiting.remove(sequence)
         state.running.append(sequence)
