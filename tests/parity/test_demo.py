@@ -48,7 +48,7 @@ TEXTS = [
     "My favourite book is",
 ]
 TEXT_TOKENS = 64
-SEARCH, BEAM_TOKENS = BeamSearch(width=4), 24
+SEARCH, BEAM_TOKENS = BeamSearch(width=4), 12
 
 
 @dataclass(frozen=True, slots=True)

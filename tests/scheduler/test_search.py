@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import random
 from typing import Any
 from unittest.mock import patch
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpool.pool import KVPool
@@ -28,13 +28,13 @@ def beams(width: int, **fields: Any) -> BeamSearch:
 
 def test_one_search() -> None:
     it = World()
-    request = it.add(range(10), max_tokens=6, n=3, search=beams(4), stops=(2, 5))
+    request = it.add(range(10), max_tokens=6, n=3, search=beams(4, length_penalty=0.0), stops=(2, 5))
     while it.engine.has_work or it.inbox:
         output = it.step()
         assert not output.ids or not it.engine.has_work, "nothing is sent before the end"
     it.run()
     it.verify()
-    assert {it.streams[request, i].finish for i in range(3)} == {FinishReason.STOP, FinishReason.LENGTH}
+    assert FinishReason.STOP in {it.streams[request, i].finish for i in range(3)}
     assert it.runner.batches[0] == [(0, 10)], "one prefill"
     for number, rows in enumerate(it.runner.batches[1:]):
         assert rows == [(10 + number, 1)] * 4
@@ -79,11 +79,11 @@ def test_a_step_too_small_for_all_beams(tokens: int) -> None:
 
 @pytest.mark.parametrize("caching", [True, False])
 def test_preempted_beams_are_found_again(caching: bool, hopeful: None) -> None:
-    it = World(blocks=24, prefix_caching=caching)
+    it = World(blocks=20, prefix_caching=caching)
     first = it.add(range(10), max_tokens=40)
     for _ in range(30):
         it.step()
-    search = it.add(range(100, 110), max_tokens=9, n=4, search=beams(4))
+    search = it.add(range(100, 110), max_tokens=12, n=4, search=beams(4))
     while not it.streams[first, 0].finish:
         it.step()
     assert it.last is not None
@@ -222,62 +222,48 @@ def test_a_search_of_a_tenant_that_is_owed_waits_for_seats() -> None:
 # ---- whatever happens ----
 
 
-@dataclass(frozen=True)
-class Ask:
-    """One request, and the steps that pass before it comes."""
-
-    pause: int
-    prompt: list[int]
-    output: int
-    n: int
-    search: BeamSearch | None
-    tenant: str
-    abort: tuple[int, int | None] | None
-    """The request that is aborted with it, and which sequence."""
-
-
-ASKS = st.builds(
-    Ask,
-    pause=st.sampled_from([0, 0, 1, 4]),
-    prompt=st.lists(st.integers(0, 2), min_size=1, max_size=24),
-    output=st.integers(0, 12),
-    n=st.sampled_from([1, 2, 4]),
-    search=st.none()
-    | st.builds(
-        BeamSearch,
-        width=st.sampled_from([4, 4, 5, 8]),
-        length_penalty=st.sampled_from([1.0, 0.0, 2.0]),
-        early_stopping=st.sampled_from([False, True, "never"]),
-    ),
-    tenant=st.sampled_from(["", "", "a"]),
-    abort=st.none() | st.none() | st.tuples(st.integers(1, 4), st.sampled_from([None, 0, 1])),
-)
+def add(it: World, rng: random.Random) -> None:
+    """A search more often than not; prompts share beginnings."""
+    prompt = ([rng.randrange(2), 1, 0, 2] * 6)[: rng.choice([1, 8, 17, 24])] + [rng.randrange(3)] * rng.randrange(8)
+    width = rng.choice([4, 4, 6, 8])
+    search = beams(
+        width, length_penalty=rng.choice([0.0, 1.0, 2.0]), early_stopping=rng.choice([False, True, "never", "never"])
+    )
+    it.add(
+        prompt,
+        max_tokens=rng.choice([0, 3, 9, 16, 16]),
+        n=rng.choice([1, 2, 4]),
+        stops=(2, WORDS - 1) if rng.random() < 0.5 else (),
+        search=search if rng.random() < 0.6 else None,
+        seed=rng.randrange(3),
+        tenant=rng.choice(["", "", "a"]),
+    )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=50, deadline=None)
 @given(
-    asks=st.lists(ASKS, min_size=1, max_size=8),
-    blocks=st.integers(22, 60),
-    seats=st.sampled_from([8, 9, 16]),
-    tokens=st.sampled_from([3, 8, 64]),
+    seed=st.integers(0, 2**32 - 1),
+    blocks=st.integers(24, 40),
+    seats=st.sampled_from([8, 16, 32]),
+    tokens=st.sampled_from([4, 16, 64]),
     hopeful=st.booleans(),
     caching=st.booleans(),
-    switch=st.sampled_from([None, None, 12, 20]),
+    switch=st.sampled_from([None, None, 28, 34]),
 )
 def test_any_mix(
-    asks: list[Ask], blocks: int, seats: int, tokens: int, hopeful: bool, caching: bool, switch: int | None
+    seed: int, blocks: int, seats: int, tokens: int, hopeful: bool, caching: bool, switch: int | None
 ) -> None:
     """Searches, forks, preemptions and aborts: every step leaves a sound pool, the end an empty one, and every beam is
-    the oracle's."""
+    the oracle's. Hypothesis finds the machine, `seed` the traffic: what it would make of that itself is too meek."""
+    rng = random.Random(seed)
     it = World(blocks, 4, caching, limits(tokens, seats, switch))
-    guess = 1 if hopeful else estimate.FIRST_GUESS
-    with patch.object(estimate, "FIRST_GUESS", guess), patch.object(estimate, "MIN_REMAINING", guess):
-        for ask in asks:
-            for _ in range(ask.pause):
+    guess, quantile = (1, 0.0) if hopeful else (estimate.FIRST_GUESS, estimate.QUANTILE)
+    with patch.multiple(estimate, FIRST_GUESS=guess, MIN_REMAINING=guess, QUANTILE=quantile):
+        for number in range(8):
+            add(it, rng)
+            if rng.random() < 0.2:
+                it.abort(rng.randint(1, number + 1), rng.choice([None, 0, 1]))
+            for _ in range(rng.choice([0, 1, 2, 6])):
                 it.step()
-            if ask.abort is not None:
-                it.abort(*ask.abort)
-            stops = (2, WORDS - 1)
-            it.add(ask.prompt, ask.output, ask.n, stops=stops, search=ask.search, tenant=ask.tenant)
         it.run()
     it.verify()
