@@ -146,9 +146,13 @@ class Connection(H11Protocol):
         self.app = self._answer
         self._door = Door(self)
         transport.set_write_buffer_limits(0)  # told when the first byte waits, and when none does any more
-        if NOT_SENT is not None:
-            with contextlib.suppress(OSError):  # the client may have gone already
-                transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, NOT_SENT, SEND_BYTES)
+        sock = transport.get_extra_info("socket")
+        with contextlib.suppress(OSError):  # the client may have gone already
+            # asyncio does so only where the listening socket names its protocol. A token must not wait for the one
+            # before it to be acknowledged, which takes up to 40 ms.
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if NOT_SENT is not None:
+                sock.setsockopt(socket.IPPROTO_TCP, NOT_SENT, SEND_BYTES)
         if self._all.enter(self):
             self._deadline = self.loop.call_later(HEAD_SECONDS, self._no_head)
         else:

@@ -7,13 +7,13 @@ import json
 import socket
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
 
 from model.tokenizer import Tokenizer
-from server.connection import LINGER_SECONDS
+from server.connection import LINGER_SECONDS, Connection
 from tests.server.running import COMPLETIONS, Running, running
 
 
@@ -240,6 +240,16 @@ def test_strange_targets_need_the_key_as_well(keyed: Running, target: str) -> No
 def keyed(smol: Tokenizer) -> Iterator[Running]:
     with running(smol, api_key=["key"]) as server:
         yield server
+
+
+def test_what_is_written_goes_out_at_once(server: Running) -> None:
+    """And does not wait for what was written before it to be acknowledged."""
+    connections = server.service.connections
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5):
+        server.wait(lambda: bool(connections._asking))
+        for one in connections._asking:
+            sock = cast(Connection, one).transport.get_extra_info("socket")
+            assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 # ---- who is refused while it is still sending ----

@@ -150,7 +150,11 @@ def test_a_client_puts_its_requests_behind_others_but_not_before(tmp_path: Path,
         ("/v1/embeddings", {"input": "x"}),
     ]
     file = key_file(tmp_path, named("alice"), named("bob", priority=-2), named("carol", priority=3))
-    for names, flags in ((("alice", "bob", "carol"), {"api_keys_file": file}), ((None,), {})):
+    cases: list[tuple[tuple[str | None, ...], dict[str, Any]]] = [
+        (("alice", "bob", "carol"), {"api_keys_file": file}),
+        ((None,), {}),
+    ]
+    for names, flags in cases:
         with running(smol, **flags) as server:
             for name in names:
                 for path, body in bodies:

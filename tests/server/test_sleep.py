@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import httpx
 import psutil
@@ -18,14 +18,16 @@ import pytest
 from model.tokenizer import Tokenizer
 from scheduler.config import EngineConfig
 from server.admission import Admission
-from server.drain import until
+from server.drain import until as eventually
 from server.engine_client import EngineClient
 from server.errors import Unavailable
-from server.sleep import Sleep
+from server.metrics import Metrics
+from server.service import Loaded, Service
+from server.settings import Settings
+from server.sleep import Engines, Sleep
 from server.supervisor import Supervisor
-from tests.server.running import COMPLETIONS, running
-from tests.server.test_daemon import Process, daemon, in_flight, status, stream
-from tests.server.test_daemon import until as eventually
+from tests.server.running import COMPLETIONS, Running, running
+from tests.server.test_daemon import daemon, in_flight, until
 from tests.server.test_engine_client import opener
 from tests.server.test_supervisor import House, nothing, paused
 
@@ -93,7 +95,7 @@ async def test_woken_before_it_slept(smol: Tokenizer) -> None:
     async with bed(nothing) as it:
         it.admission.reserve(1)
         falling = asyncio.create_task(it.sleep.fall())
-        assert await until(lambda: it.sleep.on, 5)
+        assert await eventually(lambda: it.sleep.on, 5)
         it.sleep.wake()
         with pytest.raises(Unavailable):
             await falling
@@ -109,7 +111,7 @@ async def test_woken_while_the_engine_ends() -> None:
         ending = it.house.processes[0]
         ending.may_end.clear()
         falling = asyncio.create_task(it.sleep.fall())
-        assert await until(lambda: not it.house.client.serving, 5)
+        assert await eventually(lambda: not it.house.client.serving, 5)
         it.sleep.wake()
         with pytest.raises(Unavailable):
             await it.sleep.fall()
@@ -127,99 +129,106 @@ async def test_where_no_engine_comes_nobody_waits_for_one(smol: Tokenizer) -> No
         assert it.house.client.gone.is_set()
 
 
-# ---- over HTTP, with a real process ----
+async def test_a_request_wakes_it_where_it_may(smol: Tokenizer) -> None:
+    """And waits for the engine; else it is refused, and told to come back."""
+    async with bed(nothing) as it:
+        await it.sleep.fall()
+        for may in (False, True):
+            settings = Settings(enable_sleep_mode=True, wake_on_request=may)
+            service = Service(settings, it.house.client, it.admission, Metrics(), ("m",), cast(Loaded, object()))
+            service.sleep = it.sleep
+            if may:
+                service.require()
+                assert service.state == "restarting"
+            else:
+                with pytest.raises(Unavailable, match="sleeps") as caught:
+                    service.require()
+                assert int(caught.value.headers["Retry-After"]) > 0
+        assert len((await it.house.client.open(opener(it.house.client, smol)).collect())[0].token_ids) == 4
+        assert service.state == "ready"
 
 
-def post(process: Process, path: str, **headers: str) -> httpx.Response:
-    return httpx.post(process.url + path, headers=headers, timeout=30)
+# ---- over HTTP ----
 
 
-def ask(process: Process, **headers: str) -> httpx.Response:
-    return httpx.post(process.url + COMPLETIONS, json={"prompt": "x", "max_tokens": 3}, headers=headers, timeout=30)
+def keys(folder: Path) -> Path:
+    file = folder / "keys.json"
+    entries = [{"name": "admin", "key": "admin-secret", "admin": True}, {"name": "user", "key": "user-secret"}]
+    file.write_text(json.dumps({"keys": entries}))
+    return file
 
 
-@pytest.fixture(scope="module")
-def sleeper(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
-    file = tmp_path_factory.mktemp("keys") / "keys.json"
-    keys = [{"name": "admin", "key": "admin-secret", "admin": True}, {"name": "user", "key": "user-secret"}]
-    file.write_text(json.dumps({"keys": keys}))
-    with daemon("--enable-sleep-mode", "--api-keys-file", str(file)) as process:
-        yield process
-
-
-def children(process: Process) -> list[psutil.Process]:
-    return [child for child in psutil.Process(process.process.pid).children() if "fake_engine" in str(child.cmdline())]
-
-
-def test_asleep_there_is_no_process(sleeper: Process) -> None:
-    """A running stream ends first; then requests get 503, the probes say what is, and all is well once it is woken."""
-    before = sleeper.engine()
-    with ThreadPoolExecutor(2) as pool:
-        running = pool.submit(
-            lambda: httpx.post(
-                sleeper.url + COMPLETIONS,
-                json={"prompt": "x", "max_tokens": 20, "ignore_eos": True},
-                headers=USER,
-                timeout=30,
-            )
-        )
-        eventually(lambda: in_flight(sleeper) == 1, 10)
-        asleep = pool.submit(post, sleeper, "/sleep?level=1", **ADMIN)
-        assert running.result(10).json()["usage"]["completion_tokens"] == 20
-        assert asleep.result(10).json() == {"is_sleeping": True}
-    assert not before.is_running()
-    assert children(sleeper) == []
-    refused = ask(sleeper, **USER)
-    assert refused.status_code == 503
-    assert int(refused.headers["retry-after"]) > 0
-    assert "sleeps" in refused.json()["error"]["message"]
-    for path, expected in (("/health", 200), ("/ready", 503)):
-        reply = httpx.get(sleeper.url + path)
-        assert (reply.status_code, reply.json()) == (expected, {"status": "asleep"})
-    metrics = httpx.get(sleeper.url + "/metrics").text
-    assert "octavo_engine_asleep 1.0" in metrics
-    assert "octavo_engine_up 0.0" in metrics
-    assert post(sleeper, "/sleep?level=2", **ADMIN).json() == {"is_sleeping": True}
-    assert httpx.get(sleeper.url + "/is_sleeping", headers=USER).json() == {"is_sleeping": True}
-    assert post(sleeper, "/wake_up", **ADMIN).json() == {"is_sleeping": False}
-    assert ask(sleeper, **USER).status_code == 200
-    assert status(sleeper, "/ready") == 200
-    assert post(sleeper, "/wake_up", **ADMIN).json() == {"is_sleeping": False}
-    assert 'octavo_engine_restarts_total{reason="killed"} 0.0' in httpx.get(sleeper.url + "/metrics").text
+def put_to_bed(server: Running) -> Sleep:
+    """It has no process that could be ended: for what is decided before that."""
+    sleep = Sleep(server.service.client, server.service.admission, cast(Engines, None), 0)
+    server.service.sleep = sleep
+    return sleep
 
 
 @pytest.mark.parametrize("path", ["/sleep", "/wake_up"])
-def test_who_may_put_it_to_sleep(sleeper: Process, path: str) -> None:
-    for headers, expected in (({}, 401), (USER, 403)):
-        refused = post(sleeper, path, **headers)
-        assert refused.status_code == expected
-        assert "retry-after" not in refused.headers
-    page = ADMIN | {"origin": "http://elsewhere.example", "content-type": "text/plain"}
-    assert post(sleeper, path, **page).status_code == 415
-    assert httpx.get(sleeper.url + "/is_sleeping", headers=USER).json() == {"is_sleeping": False}
-    assert post(sleeper, "/sleep?level=3", **ADMIN).json()["error"]["param"] == "level"
+def test_who_may_put_it_to_sleep(smol: Tokenizer, tmp_path: Path, path: str) -> None:
+    with running(smol, api_keys_file=keys(tmp_path)) as server:
+        put_to_bed(server)
+        for headers, expected in (({}, 401), (USER, 403)):
+            refused = server.client.post(path, headers=headers)
+            assert refused.status_code == expected
+            assert "retry-after" not in refused.headers
+        page = {"origin": "http://elsewhere.example", "content-type": "text/plain"}
+        assert server.client.post(path, headers=ADMIN | page).status_code == 415
+        assert server.client.post("/sleep?level=3", headers=ADMIN).json()["error"]["param"] == "level"
+        assert server.client.get("/is_sleeping", headers=USER).json() == {"is_sleeping": False}
 
 
-def test_a_server_without_sleep_mode(smol: Tokenizer) -> None:
-    with running(smol) as server:
-        for path in ("/sleep", "/wake_up"):
-            refused = server.client.post(path)
-            assert refused.status_code == 404
-            assert "--enable-sleep-mode" in refused.json()["error"]["message"]
-        assert server.client.get("/is_sleeping").json() == {"is_sleeping": False}
+def test_a_server_without_sleep_mode(server: Running) -> None:
+    for path in ("/sleep", "/wake_up"):
+        refused = server.client.post(path)
+        assert refused.status_code == 404
+        assert "--enable-sleep-mode" in refused.json()["error"]["message"]
+    assert server.client.get("/is_sleeping").json() == {"is_sleeping": False}
 
 
-def test_a_request_wakes_it_and_a_signal_ends_it_asleep() -> None:
-    with daemon("--enable-sleep-mode", "--wake-on-request") as process, ThreadPoolExecutor(4) as pool:
-        assert post(process, "/sleep").status_code == 200
-        assert status(process, "/ready") == 200  # so that somebody sends the request that wakes it
-        for chunks in pool.map(stream, [process] * 4, [5] * 4):
-            assert chunks[-1] == "[DONE]"
-        assert len(children(process)) == 1
-        assert post(process, "/sleep").status_code == 200
+@pytest.mark.parametrize("wakes", [False, True])
+def test_a_balancer_sends_requests_only_where_they_wake_it(smol: Tokenizer, wakes: bool) -> None:
+    with running(smol, wake_on_request=wakes) as server:
+        put_to_bed(server).on = True
+        for path, expected in (("/health", 200), ("/ready", 200 if wakes else 503)):
+            reply = server.client.get(path)
+            assert (reply.status_code, reply.json()) == (expected, {"status": "asleep"})
+
+
+def test_asleep_there_is_no_process(tmp_path: Path) -> None:
+    """A running request ends first; then others get 503, and all is well once it is woken. A signal ends it asleep."""
+    with (
+        daemon("--enable-sleep-mode", "--api-keys-file", str(keys(tmp_path))) as process,
+        ThreadPoolExecutor(2) as pool,
+    ):
+
+        def post(path: str) -> httpx.Response:
+            return httpx.post(process.url + path, headers=ADMIN, timeout=60)
+
+        def ask(tokens: int) -> httpx.Response:
+            body = {"prompt": "x", "max_tokens": tokens, "ignore_eos": True}
+            return httpx.post(process.url + COMPLETIONS, json=body, headers=USER, timeout=60)
+
+        before = process.engine()
+        running = pool.submit(ask, 20)
+        until(lambda: in_flight(process) == 1, 10)
+        asleep = pool.submit(post, "/sleep?level=1")
+        assert running.result(30).json()["usage"]["completion_tokens"] == 20
+        assert asleep.result(30).json() == {"is_sleeping": True}
+        assert not before.is_running()
+        assert psutil.Process(process.process.pid).children() == []
+        refused = ask(1)
+        assert refused.status_code == 503
+        assert int(refused.headers["retry-after"]) > 0
+        metrics = httpx.get(process.url + "/metrics").text
+        assert "octavo_engine_asleep 1.0" in metrics
+        assert "octavo_engine_up 0.0" in metrics
+        assert post("/wake_up").json() == {"is_sleeping": False}
+        assert ask(3).json()["usage"]["completion_tokens"] == 3
+        assert post("/wake_up").json() == {"is_sleeping": False}
+        assert 'octavo_engine_restarts_total{reason="killed"} 0.0' in httpx.get(process.url + "/metrics").text
+        assert post("/sleep?level=2").json() == {"is_sleeping": True}
         process.process.terminate()
-        try:
-            assert process.wait(5) == 0
-        except subprocess.TimeoutExpired:
-            pytest.fail("it does not end")
+        assert process.wait() == 0
         assert "Traceback" not in process.log()
