@@ -192,7 +192,7 @@ class Structures:
                 raise
             except TimeoutError:
                 # Not kept: it may be compiled when the machine is less busy.
-                return Verdict(fault=f"not compiled within {PATIENCE:g} s, for the machine is busy")
+                return Verdict(fault=f"too complex for a machine that is so busy: not compiled within {PATIENCE:g} s")
         finally:
             self._free.append(checker)
         if answer is None:

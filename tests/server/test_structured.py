@@ -127,11 +127,13 @@ async def test_bad_ones_say_why(structures: Structures) -> None:
 
 async def test_what_takes_too_long_is_ended(structures: Structures) -> None:
     began = time.monotonic()
-    assert "too complex" in await refusal(structures, structure("json", SLOW))
+    message = await refusal(structures, structure("json", SLOW))
+    assert "too complex" in message
     assert time.monotonic() - began < 5
-    began = time.monotonic()
-    assert "too complex" in await refusal(structures, structure("json", SLOW))
-    assert time.monotonic() - began < 0.1, "a verdict is remembered"
+    if "busy" not in message:
+        began = time.monotonic()
+        assert await refusal(structures, structure("json", SLOW)) == message
+        assert time.monotonic() - began < 0.1, "a verdict is remembered"
     assert await structures.grammar(structure("regex", "a"))
 
 
