@@ -150,7 +150,7 @@ class DiskSlots:
 
     def _write(self, slot: int, head: bytes, stamp: int, content: Bytes) -> None:
         body = head + _sum(content)
-        _pwrite(self._fd, content, self._layout.content(slot))
+        _pwrite(self._fd, content.data, self._layout.content(slot))
         _pwrite(self._fd, stamp.to_bytes(STAMP, "little") + _check(body) + body, self._layout.entry(slot))
 
     def _read(self, slot: int, head: bytes, out: Bytes) -> bool:
@@ -158,7 +158,7 @@ class DiskSlots:
         body = entry[STAMP + CHECK_BYTES :]
         if entry[STAMP : STAMP + CHECK_BYTES] != _check(body) or body[:-SUM_BYTES] != head:
             return False
-        got, view = 0, memoryview(out)
+        got, view = 0, out.data
         while got < len(view):
             part = os.preadv(self._fd, [view[got:]], self._layout.content(slot) + got)
             if part == 0:
@@ -252,8 +252,8 @@ def _allocate(fd: int, size: int) -> None:
             raise
 
 
-def _pwrite(fd: int, data: bytes | bytearray | Bytes, offset: int) -> None:
-    view = memoryview(data).cast("B")
+def _pwrite(fd: int, data: bytes | memoryview, offset: int) -> None:
+    view = memoryview(data)
     while len(view):
         done = os.pwrite(fd, view, offset)
         view, offset = view[done:], offset + done
@@ -264,4 +264,4 @@ def _check(data: bytes) -> bytes:
 
 
 def _sum(content: Bytes) -> bytes:
-    return blake2b(content, digest_size=SUM_BYTES).digest()
+    return blake2b(content.data, digest_size=SUM_BYTES).digest()

@@ -21,6 +21,7 @@ from kvpool.tier import Tier
 
 __all__ = ["BlockTable", "KVPool", "PoolCorrupt", "PoolUsage", "PrefixHit"]
 
+NO_LIMIT = 1 << 60
 Held = list[tuple[int, Node]]
 """Blocks, and the prefixes whose keys and values they hold."""
 
@@ -75,8 +76,9 @@ class KVPool:
 
     @property
     def most_held(self) -> int:
-        """Blocks that a decoding sequence has at most at a time, however long it is."""
-        return self.num_usable if self.window is None else -(-self.window // self.block_size) + 1
+        """Blocks that a decoding sequence has at most at a time, however long it is; without a window as many as it
+        grows to."""
+        return NO_LIMIT if self.window is None else -(-self.window // self.block_size) + 1
 
     # ---- prefixes ----
 

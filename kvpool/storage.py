@@ -99,8 +99,11 @@ class KVStorage:
         """Write what gather() gave, perhaps of other blocks or of another process, to whole blocks, no two the same."""
         index = torch.tensor(blocks, dtype=torch.int64, device=self.data.device)
         rows = torch.from_numpy(content).to(self.data.device)
-        for part, columns in zip(self._parts, rows.split([part.shape[1] for part in self._parts], 1), strict=True):
-            part.index_copy_(0, index, columns)
+        begin = 0
+        for part in self._parts:
+            end = begin + part.shape[1]
+            part.index_copy_(0, index, rows[:, begin:end])
+            begin = end
 
     def zero(self, blocks: Tensor) -> None:
         """Zero whole blocks int64 [n] in all layers."""

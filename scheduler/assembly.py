@@ -105,7 +105,5 @@ def open_tier(config: EngineConfig, loaded: LoadedModel, disk: int | None, progr
         tier, place = Tier(MemorySlots(given // block_bytes, block_bytes)), "host memory"
     else:
         return None
-    progress(
-        "kv tier", f"{tier.total:,} blocks, {tier.total * size:,} tokens, in {place}; {tier.used:,} blocks found there"
-    )
+    progress("kv tier", f"{tier.total:,} blocks, {tier.total * size:,} tokens, in {place}; {tier.used:,} were found")
     return tier

@@ -51,7 +51,7 @@ class OutputLengths:
 class Peak:
     """The predicted peak of a set of sequences; grows by one candidate at a time."""
 
-    __slots__ = ("_base", "_capacity", "_entries", "_lengths", "_size")
+    __slots__ = ("_base", "_capacity", "_entries", "_lengths", "_most", "_size")
 
     def __init__(self, pool: KVPool, running: Iterable[Sequence], lengths: OutputLengths, capacity: int) -> None:
         """`capacity`: blocks that the peak may reach."""

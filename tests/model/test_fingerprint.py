@@ -8,14 +8,13 @@ import safetensors.torch
 
 from model.fingerprint import fingerprint
 from model.runner import RunnerOptions, load_runner
+from tests.loadtest.tiny import write
 from tests.model.parity import build
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("fingerprint")
-    build("llama", folder)
-    return folder
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("fingerprint") / "tiny.gguf")
 
 
 def of(folder: Path, **options: Any) -> bytes:
@@ -26,14 +25,13 @@ def of(folder: Path, **options: Any) -> bytes:
 
 
 @pytest.mark.parametrize("kv", ["auto", "tq4"])
-def test_the_same_model_is_the_same(folder: Path, kv: str) -> None:
+def test_the_same_model_is_the_same(model: Path, kv: str) -> None:
     """Whatever the pool's size and the length of a step."""
-    assert of(folder, kv_cache_dtype=kv) == of(
-        folder, kv_cache_dtype=kv, kv_cache_memory=8 << 20, max_num_batched_tokens=128, max_num_seqs=3
-    )
+    other = {"kv_cache_memory": 8 << 20, "max_num_batched_tokens": 128, "max_num_seqs": 3}
+    assert of(model, kv_cache_dtype=kv) == of(model, kv_cache_dtype=kv, **other)
 
 
-def test_whatever_keys_depend_on_makes_another(folder: Path) -> None:
+def test_whatever_keys_depend_on_makes_another(model: Path) -> None:
     options: list[dict[str, Any]] = [
         {},
         {"dtype": "float32"},
@@ -43,15 +41,13 @@ def test_whatever_keys_depend_on_makes_another(folder: Path) -> None:
         {"quantization": "int8"},
         {"block_size": 32},
     ]
-    assert len({of(folder, **option) for option in options}) == len(options)
+    assert len({of(model, **option) for option in options}) == len(options)
 
 
-def test_a_weight_that_the_prompt_does_not_meet(folder: Path) -> None:
-    """An embedding of a token that is not in it, at the beginning of a sampled piece of the file."""
-    before = of(folder)
-    file = folder / "model.safetensors"
+def test_one_weight_makes_another(tmp_path: Path) -> None:
+    build("llama", tmp_path)
+    before, file = of(tmp_path), tmp_path / "model.safetensors"
     tensors = safetensors.torch.load_file(file)
-    name = next(name for name in sorted(tensors) if "gate_proj" in name)
-    tensors[name][0, 0] += 1e-3
+    next(tensor for name, tensor in sorted(tensors.items()) if "gate_proj" in name)[0, 0] += 0.01
     safetensors.torch.save_file(tensors, file, metadata={"format": "pt"})
-    assert of(folder) != before
+    assert of(tmp_path) != before

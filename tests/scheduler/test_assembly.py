@@ -14,6 +14,7 @@ from scheduler.assembly import assemble
 from scheduler.config import EngineConfig
 from scheduler.engine import Engine
 from scheduler.messages import Submit
+from tests.loadtest.tiny import write
 from tests.model.parity import build, prompts
 
 MIB = 1 << 20
@@ -51,19 +52,22 @@ def run(engine: Engine, prompt: list[int], id: int) -> tuple[list[int], int]:
 
 @pytest.mark.parametrize("kv", ["auto", "tq4"])
 def test_real_keys_come_back(folder: Path, tmp_path: Path, kv: str) -> None:
-    """Behind a restart, with windows, and what is drawn is what it was."""
+    """Behind a restart, from a model with a window and from one with fitted keys; what is drawn is what it was."""
     options = {"kv_disk": str(tmp_path / "kv"), "kv_disk_size": 4 * MIB, "kv_cache_dtype": kv}
+    if kv == "tq4":
+        options["model"] = str(write(tmp_path / "tiny.gguf"))
     (prompt,) = prompts(100, (70,))
     engine, lines = made(folder, **options)
-    assert lines[-2].endswith("0 were found")
-    assert lines[-1] == "kv cache: every layer slides: a sequence keeps the blocks of its last 32 tokens"
+    assert lines[0].endswith("; 0 were found")
+    window = "kv cache: every layer slides: a sequence keeps the blocks of its last 32 tokens"
+    assert lines[1:] == ([window] if kv == "auto" else [])
     first, cached = run(engine, prompt, 1)
     assert cached == 0
     assert engine.tiering is not None
     engine.tiering.close()
 
     engine, lines = made(folder, **options)
-    assert lines[-2].endswith("4 were found")
+    assert lines[0].endswith("; 4 were found")
     assert run(engine, prompt, 1) == (first, 64)
     assert engine.tiering is not None
     engine.tiering.close()

@@ -14,6 +14,7 @@ import pytest
 from kvpool.disk import DiskLayout, DiskSlots
 from kvpool.slots import MemorySlots
 from kvpool.tier import Bytes, Tier
+from scheduler.cost import CostModel
 from scheduler.limits import Limits
 from scheduler.messages import FinishReason
 from tests.scheduler.test_engine_random import add
@@ -205,17 +206,17 @@ def test_a_tier_that_fails_is_given_up(world: type[World], caplog: pytest.LogCap
     cached(it, OTHER)
 
 
-def test_reading_holds_up_those_that_run_for_a_bounded_time(world: type[World]) -> None:
-    tier = memory(100)
-    it = world(blocks=40, tier=tier)
+def test_reading_holds_up_those_that_run_for_a_bounded_time(
+    world: type[World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CostModel, "prompt_seconds", lambda self, start, count: 1e9)
+    it = world(blocks=32, tier=memory(100))
     cached(it, PROMPT)
-    cached(it, list(range(40)) * 4)
-    it.add([1], max_tokens=50)
+    cached(it, list(range(40)) * 3)
+    it.add([1], max_tokens=9)
     it.step()
-    tier.bandwidth = 1.0
     assert it.engine.tiering is not None
     it.engine.tiering._seconds = 0.1
-    it.engine.tiering._cost.prompt_seconds = lambda start, count: 1e9  # type: ignore[method-assign]
-    assert 0 < len(it.pool.match(PROMPT, b"").stored) <= 5
+    assert len(it.pool.match(PROMPT, b"").stored) == 5
     it.run()
     assert len(it.pool.match(PROMPT, b"").stored) > 5

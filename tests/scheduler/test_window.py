@@ -65,7 +65,7 @@ def test_a_prefix_is_found_by_its_end(world: type[World]) -> None:
     assert hit.tokens == 80
     assert hit.blocks[:17] == (0,) * 17
     assert all(hit.blocks[17:])
-    assert it.pool.match(PROMPT[:40], b"").tokens < 36, "its own beginning is gone"
+    assert it.pool.match(PROMPT[:12], b"").tokens == 0, "its own beginning is gone"
     request = it.add(PROMPT, max_tokens=9)
     it.run()
     it.verify()
