@@ -35,6 +35,7 @@ START_SECONDS = 600.0
 TEXT = "the old mill by the river stood quiet in the spring rain while people walked past it and talked about their day"
 QUESTIONS = ("What did they talk about, and why?", "Who walked past, and when was that?")
 """Of the second turn, before and after the restart."""
+WARM_UP = [{"role": "user", "content": "Hello!"}]
 ALL_FAILED, BAD_START, INTERRUPTED = 1, 2, 130
 
 
@@ -116,7 +117,7 @@ def conversations(count: int, words: int, seed: int) -> list[str]:
 async def measure(args: argparse.Namespace, disk: Path, log: Path) -> Turns:
     """Raises Died, MissingExtra."""
     found = Turns()
-    openings = conversations(args.conversations + 1, args.input_len, args.seed)
+    openings = conversations(args.conversations, args.input_len, args.seed)
     flags = ("--kv-disk", str(disk), "--kv-disk-size", str(args.kv_disk_size), "--log-level", "warning")
     command = (sys.executable, "-m", "server", "serve", "--port", PORT, *flags, *shlex.split(args.serve_flags))
     peer = Peer("octavo", "octavo", command, ready="/ready")
@@ -131,13 +132,13 @@ async def measure(args: argparse.Namespace, disk: Path, log: Path) -> Turns:
     timeout = aiohttp.ClientTimeout(total=args.request_timeout)
     async with aiohttp.ClientSession(timeout=timeout) as session:
         async with running(peer, log, START_SECONDS) as server:
-            await turn(server, session, openings[-1], None)  # warms up
-            for opening in openings[:-1]:
+            await ask(session, server.base_url, WARM_UP, args.output_len)
+            for opening in openings:
                 found.first.append(await turn(server, session, opening, None))
                 found.second.append(await turn(server, session, opening, 0))
         async with running(peer, log, START_SECONDS) as server:
-            await ask(session, server.base_url, [{"role": "user", "content": "Hello!"}], args.output_len)
-            for opening in openings[:-1]:
+            await ask(session, server.base_url, WARM_UP, args.output_len)
+            for opening in openings:
                 found.restarted.append(await turn(server, session, opening, 1))
     return found
 
