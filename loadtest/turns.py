@@ -77,7 +77,7 @@ class Turns:
         return found
 
     def _turns(self) -> dict[str, list[Answer]]:
-        return {"first turn": self.first, "second turn": self.second, "second turn after a restart": self.restarted}
+        return {"first turn": self.first, "second turn": self.second, "after a restart": self.restarted}
 
 
 def _ttft(answers: Sequence[Answer]) -> float:
