@@ -14,10 +14,8 @@ from pathlib import Path
 import torch
 
 from model.attention.reference import clean
-from model.batch import Batch, Row
 from model.executor import Runner
-from model.inputs import InputBuilder
-from model.params import SamplingParams
+from model.inputs import whole_prompts
 from model.runner import LoadedModel
 from model.source import ModelSource
 
@@ -43,16 +41,13 @@ def fingerprint(loaded: LoadedModel) -> bytes:
 def _behaviour(runner: Runner, count: int) -> Iterator[bytes]:
     """Of a prompt of `count` blocks."""
     storage, vocab = runner.storage, runner.model.config.vocab_size
-    blocks = list(range(1, 1 + count))
     tokens = [(7919 * i + 11) % vocab for i in range(count * storage.block_size)]
-    row = Row(tokens, len(tokens), 0, len(tokens), blocks, SamplingParams(max_tokens=1, seed=0))
-    builder = InputBuilder(len(tokens), storage.block_size, storage.data.device)
     with torch.inference_mode():
-        inputs = builder.build(Batch([row]))
+        inputs, used = whole_prompts([tokens], storage.block_size, storage.data.device)
         clean(storage, inputs.opened)
         hidden = runner.model.forward(inputs, storage)
         yield hidden.float().cpu().numpy().tobytes()
-    yield storage.gather(blocks).tobytes()
+    yield storage.gather(range(1, used)).tobytes()
     if storage.fit is not None:
         yield storage.fit.data.cpu().numpy().tobytes()
 

@@ -15,10 +15,8 @@ from torch import Tensor
 from kvpool.fit import KeyFit
 from kvpool.formats import FORMATS, KVFormat, KVLayout
 from kvpool.storage import KVStorage
-from model.batch import Batch, Row
 from model.decoder import Model
-from model.inputs import InputBuilder
-from model.params import SamplingParams
+from model.inputs import whole_prompts
 
 PROMPTS = (
     "The keeper of the lighthouse wrote down the weather every evening: wind from the north, rain at six, and a ship "
@@ -66,12 +64,7 @@ def measure(
 ) -> Distance:
     """What the layout's format does to these prompts, one step over each pool. `fit`: that of the keys to be served."""
     prompts = [tokens[:MOST] for tokens in prompts]
-    rows, used = [], 1
-    for tokens in prompts:
-        blocks = list(range(used, used + layout.blocks_for(len(tokens))))
-        used += len(blocks)
-        rows.append(Row(tokens, len(tokens), 0, len(tokens), blocks, SamplingParams(max_tokens=1, seed=0)))
-    inputs = InputBuilder(sum(map(len, prompts)), layout.block_size, device).build(Batch(rows))
+    inputs, used = whole_prompts(prompts, layout.block_size, device)
     compared = torch.nonzero(inputs.positions >= FIRST)[:, 0]
 
     def logprobs(form: KVFormat) -> Tensor:

@@ -60,6 +60,7 @@ Factory = Callable[[EngineConfig, Report], tuple[Steps, Ready]]
 def run(sock: socket.socket, factory: Factory) -> int:
     """Serve the other end of `sock` until it closes; the exit status. Owns the socket."""
     channel = Channel(sock)
+    tiering: Tiering | None = None
     try:
         try:
             config = channel.config()
@@ -75,19 +76,16 @@ def run(sock: socket.socket, factory: Factory) -> int:
         if config.kv_disk is not None:
             _end_gently(sock)
         tiering = engine.tiering
-        try:
-            while True:
-                chores = tiering is not None and tiering.has_chores
-                messages = channel.receive(wait=not (engine.has_work or chores))
-                if tiering is not None and not messages and not engine.has_work:
-                    tiering.chore()
-                else:
-                    channel.send(engine.step(messages))
-        except Closed:
-            if tiering is not None:
-                tiering.close()
-            return 0
+        while True:
+            chores = tiering is not None and tiering.has_chores
+            messages = channel.receive(wait=not (engine.has_work or chores))
+            if tiering is not None and not messages and not engine.has_work:
+                tiering.chore()
+            else:
+                channel.send(engine.step(messages))
     except Closed:
+        if tiering is not None:
+            tiering.close()
         return 0
     finally:
         channel.close()
