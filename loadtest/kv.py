@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Never
 
 import msgspec
 from tqdm import tqdm
@@ -139,9 +140,9 @@ def measure(args: argparse.Namespace) -> FormatTable:
     """Raises ModelError, BudgetError or BadWorkload."""
     from loadtest.greedy import PROMPTS, Agreement, continued, followed  # Bring in torch.
     from loadtest.likelihood import BLOCK_SIZE, Setting, compare, load
-    from loadtest.turns import take_turns
+    from loadtest.relay import take_turns
 
-    def bar(what: str, total: int) -> tqdm[int]:
+    def bar(what: str, total: int) -> tqdm[Never]:
         return tqdm(total=total, desc=what, disable=args.disable_tqdm or not sys.stderr.isatty())
 
     source = resolve(args.model)

@@ -10,7 +10,7 @@ import pytest
 from loadtest.greedy import Agreement, continued, followed
 from loadtest.kv import main
 from loadtest.likelihood import Setting, load
-from loadtest.turns import Times, take_turns
+from loadtest.relay import Times, take_turns
 
 
 def test_a_reader_follows_its_own_answer_and_leaves_a_changed_one(tiny_gguf: Path) -> None:
