@@ -61,10 +61,10 @@ MOST = 512
 
 
 class _Recorder(ReferenceAttention):
-    """Attention that keeps, of each layer, the mean of qᵀq over tokens and the heads that share a key head."""
+    """Attention that keeps, of each layer, the mean of q² over tokens and the heads that share a key head."""
 
     def __init__(self) -> None:
-        self.moments: dict[int, Tensor] = {}
+        self.squares: dict[int, Tensor] = {}
         self.capped = False
 
     def __call__(
@@ -79,8 +79,7 @@ class _Recorder(ReferenceAttention):
         softcap: float | None = None,
     ) -> Tensor:
         kv_heads, dim = storage.k[layer].shape[1], query.shape[2]
-        q = query.float().reshape(len(query), kv_heads, -1, dim)
-        self.moments[layer] = torch.einsum("thnd,thne->hde", q, q) / (q.shape[0] * q.shape[2])
+        self.squares[layer] = query.float().square().reshape(len(query), kv_heads, -1, dim).mean((0, 2))
         self.capped = softcap is not None
         return super().__call__(query, storage, layer, inputs, scale=scale, window=window, softcap=softcap)
 
@@ -97,11 +96,9 @@ def fit_keys(model: Model, fit: KeyFit, tokens: list[int]) -> None:
     recorder = _Recorder()
     with _attending(model, recorder):
         model.forward(InputBuilder(len(tokens), 16, device).build(Batch([row])), storage)
-    for layer, moments in recorder.moments.items():
+    for layer, squares in recorder.squares.items():
         keys = storage.k[layer][1:].transpose(0, 1).flatten(1, 2)[:, : len(tokens)]
-        if not (keys.isfinite().all() and moments.isfinite().all()):
-            continue  # the gate will say what comes of it
-        fit.set(layer, keys, moments, centred=not recorder.capped)
+        fit.set(layer, keys, squares, centred=not recorder.capped)
 
 
 @contextmanager

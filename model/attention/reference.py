@@ -7,8 +7,7 @@ Rows are gathered in groups, each one batched multiplication, never one call a r
     a long chunk                       cut into tiles of queries, each with the keys that it can see
 
 A layer's pool is seen as tiles, so that one `index_select` with (block · kv_heads + head) yields contiguous keys
-[rows · kv_heads, keys, head_dim]. Where
-keys are fitted, so is the query; where values are rotated, the result is turned back.
+[rows · kv_heads, keys, head_dim]. Where they are rotated, so is the query; where values are, the result is turned back.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvpool.plane import Plane
 from kvpool.rotation import rotation
 from kvpool.storage import KVStorage
 from model.inputs import Ints, StepInputs, to_device
@@ -152,6 +152,8 @@ def _attend(query: Tensor, storage: KVStorage, layer: int, group: Group, scale: 
     q = q.float() * scale
     if storage.fit is not None:
         q = storage.fit.query(layer, q.view(rows, kv_heads, -1, dim)).view(q.shape)
+    if _rotated(storage.keys):
+        q = q @ rotation(dim, q.device).T
     k = storage.keys.read(layer, group.tiles).view(batch, group.keys, dim)
     v = storage.values.read(layer, group.tiles).view(batch, group.keys, dim)
 
@@ -160,9 +162,13 @@ def _attend(query: Tensor, storage: KVStorage, layer: int, group: Group, scale: 
         scores = scores.div_(softcap).tanh_().mul_(softcap)
     scores.view(rows, kv_heads, shared, count, group.keys).add_(group.bias)
     out = torch.bmm(torch.softmax(scores, dim=-1), v)
-    if storage.values.codec is not None and storage.values.codec.rotated:
+    if _rotated(storage.values):
         out = out @ rotation(dim, out.device)
     return out.view(rows, kv_heads, shared, count, dim).permute(0, 3, 1, 2, 4).reshape(rows * count, heads, dim)
+
+
+def _rotated(plane: Plane) -> bool:
+    return plane.codec is not None and plane.codec.rotated
 
 
 def clean(storage: KVStorage, blocks: Tensor) -> None:

@@ -37,9 +37,9 @@ inline float* out_of(const Attended& t, int64_t token, int64_t head, int64_t lan
 inline void put_query(const Attended& t, int64_t token, int64_t head, int lane, bool few, Scratch& s) {
   const float* q = t.query + token * t.query_stride + head * t.dim;
   float* row = few ? s.query + lane * t.dim : s.row;
-  float scaled[DIM], *to = t.keys.fit ? scaled : row;
-  for (int64_t d = 0; d < t.dim; d += W) store(to + d, load<vf>(q + d) * t.scale);
-  if (t.keys.fit) fit_query(t.keys, head / t.shared(), scaled, t.dim, row);
+  for (int64_t d = 0; d < t.dim; d += W) store(row + d, load<vf>(q + d) * t.scale);
+  if (t.keys.fit) fit_query(t.keys, t.kv_heads, head / t.shared(), row, t.dim);
+  if (t.keys.bits == 4) rotate_code(row, t.dim);
   if (!few)
     for (int64_t d = 0; d < t.dim; d++) s.query[d * LANES + lane] = row[d];
 }

@@ -146,7 +146,7 @@ inline f16 encode_bytes(const float* x, int64_t dim, float broken, int8_t* to) {
   return half;
 }
 
-// x [dim], rotated or fitted. `unbiased`: the scale of a key.
+// x [dim], rotated. `unbiased`: the scale of a key.
 inline f16 encode_nibbles(const float* x, int64_t dim, bool unbiased, float broken, uint8_t* to) {
   vf squares = {}, dots = {}, norms = {};
   for (int64_t d = 0; d < dim; d += W) squares += load<vf>(x + d) * load<vf>(x + d);
@@ -172,46 +172,26 @@ inline f16 encode_nibbles(const float* x, int64_t dim, bool unbiased, float brok
   return half_of(std::min(scale, 65504.0f) + broken);
 }
 
-// N vectors of the row to = x M, M [dim, dim]: each place is one chain of additions.
-template <int N>
-inline void columns(const float* x, const float* m, int64_t dim, float* to) {
-  vf total[N] = {};
-  for (int64_t i = 0; i < dim; i++)
-#pragma GCC unroll 4
-    for (int n = 0; n < N; n++) total[n] += load<vf>(m + i * dim + n * W) * splat(x[i]);
-  for (int n = 0; n < N; n++) store(to + n * W, total[n]);
+// What the fit of keys makes of a head's key, and of the queries that read it.
+inline void fit_key(const Plane& p, int64_t kv_heads, int64_t head, float* x, int64_t dim) {
+  const float *shift = p.fit + head * dim, *inverse = shift + kv_heads * dim;
+  for (int64_t d = 0; d < dim; d += W) store(x + d, (load<vf>(x + d) - load<vf>(shift + d)) * load<vf>(inverse + d));
 }
 
-inline void times(const float* x, const float* m, int64_t dim, float* to) {
-  int64_t d = 0;
-  for (; d + 4 * W <= dim; d += 4 * W) columns<4>(x, m + d, dim, to + d);
-  for (; d < dim; d += W) columns<1>(x, m + d, dim, to + d);
+inline void fit_query(const Plane& p, int64_t kv_heads, int64_t head, float* x, int64_t dim) {
+  const float* balance = p.fit + (2 * kv_heads + head) * dim;
+  for (int64_t d = 0; d < dim; d += W) store(x + d, load<vf>(x + d) * load<vf>(balance + d));
 }
 
-// What the fit of keys makes of a head's key, and of the queries that read it: see kvpool/fit.py.
-inline const float* fit_of(const Plane& p, int64_t head, int64_t dim) { return p.fit + head * (1 + 2 * dim) * dim; }
-
-inline void fit_key(const Plane& p, int64_t head, const float* x, int64_t dim, float* to) {
-  const float* shift = fit_of(p, head, dim);
-  float off[DIM];
-  for (int64_t d = 0; d < dim; d += W) store(off + d, load<vf>(x + d) - load<vf>(shift + d));
-  times(off, shift + dim, dim, to);
-}
-
-inline void fit_query(const Plane& p, int64_t head, const float* x, int64_t dim, float* to) {
-  times(x, fit_of(p, head, dim) + (1 + dim) * dim, dim, to);
-}
-
-// x [dim], a key or a value of a head, becomes codes in a slot of a block. Codes of 4 bits leave a value rotated.
+// x [dim], a key or a value of a head, becomes codes in a slot of a block. Codes of 4 bits leave it rotated.
 inline void write_codes(const Plane& p, int64_t block, int64_t kv_heads, int64_t head, int64_t block_size, int64_t slot,
                         float* x, int64_t dim, bool key) {
   const int64_t tile = block * kv_heads + head;
   char* to = p.data + tile * p.tile + slot * p.row;
   vf broken = {};
   for (int64_t d = 0; d < dim; d += W) broken += load<vf>(x + d) - load<vf>(x + d);
-  float fitted[DIM];
-  if (p.fit) fit_key(p, head, x, dim, fitted), x = fitted;
-  else if (p.bits == 4) rotate_code(x, dim);
+  if (p.fit) fit_key(p, kv_heads, head, x, dim);
+  if (p.bits == 4) rotate_code(x, dim);
   const f16 scale = p.bits == 4 ? encode_nibbles(x, dim, key, sum(broken), (uint8_t*)to)
                                 : encode_bytes(x, dim, sum(broken), (int8_t*)to);
   ((f16*)scales_of(p, tile, block_size))[slot] = scale;

@@ -6,17 +6,14 @@ import torch
 from torch import Tensor
 
 from kvpool.fit import KeyFit
-from kvpool.rotation import rotation
 from kvpool.storage import KVStorage
 
 
 def randomise(fit: KeyFit | None, seed: int = 0) -> None:
-    """Any shift, and any matrices that undo each other."""
+    """Any shift and balance, where there are any."""
     if fit is not None:
-        dim = fit.head_dim
-        balance = torch.randn(*fit.data.shape[:2], dim, 1, generator=torch.Generator().manual_seed(seed)).div(2).exp()
-        turn = rotation(dim, torch.device("cpu")).T
-        fit.data.copy_(torch.cat([balance.mT - 1, turn / balance, turn * balance], 2))
+        balance = torch.randn(fit.data[:, 0].shape, generator=torch.Generator().manual_seed(seed)).div(2).exp()
+        fit.data.copy_(torch.stack([balance - 1, 1 / balance, balance], 1))
 
 
 def poison(storage: KVStorage, blocks: int | slice | Tensor = slice(1, None), layer: int | slice = slice(None)) -> None:

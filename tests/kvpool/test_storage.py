@@ -71,8 +71,7 @@ def test_what_was_written_is_read(slots: list[int], name: str) -> None:
     storage = make(name)
     k, v = torch.randn(2, len(slots), HEADS, DIM)
     storage.write(1, k, v, torch.tensor(slots))
-    fitted = k if storage.fit is None else storage.fit.key(1, k)
-    for plane, x in ((storage.keys, fitted), (storage.values, v)):
+    for plane, x in ((storage.keys, k), (storage.values, v)):
         found = plane.read(1, torch.arange(BLOCKS * HEADS)).view(BLOCKS, HEADS, SIZE, DIM)
         written = x.to(plane.tiles.dtype).float() if plane.codec is None else plane.codec.decode(*plane.codec.encode(x))
         for t, slot in enumerate(slots):
@@ -84,7 +83,6 @@ def test_what_was_written_is_read(slots: list[int], name: str) -> None:
 
 def test_a_tile_of_codes_has_its_scales_behind_it() -> None:
     storage = make("k8v4")
-    storage.fit = None
     ones = torch.ones(1, HEADS, DIM)
     storage.write(0, ones * 127, ones, torch.tensor([2 * SIZE + 1]))
     tile = storage.k[0][2, 1]

@@ -62,9 +62,8 @@ def scene(
         k, v = (torch.randn(length, kv_heads, dim, generator=generator) for _ in range(2))
         if storage.fit is None:
             keys.append(stored(storage.keys, k))
-        else:  # as the queries see them; what moves all scores alike is left out
-            back = storage.fit.data[LAYER, :, 1 + dim :].double()
-            keys.append(torch.einsum("thd,hed->the", stored(storage.keys, storage.fit.key(LAYER, k)), back))
+        else:  # what moves all scores alike is left out
+            keys.append(stored(storage.keys, storage.fit.key(LAYER, k)) * storage.fit.data[LAYER, 2])
         values.append(stored(storage.values, v))
         positions = torch.arange(length)
         slots = torch.tensor(table)[positions // size] * size + positions % size
