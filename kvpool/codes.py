@@ -5,7 +5,8 @@
              for a Gaussian in whole numbers of 1 / SPREAD; so a nibble is a small integer too, by a table
 
 Keys, and 4-bit values, are rotated first. The scale is float16, one for a vector. Of a 4-bit key it makes
-⟨x, x̂⟩ = ‖x‖², so that scores are right in the mean; of a 4-bit value it makes ‖x - x̂‖ least. A vector with a number that is not finite gets the scale NaN.
+⟨x, x̂⟩ = ‖x‖², so that scores are right in the mean; of a 4-bit value it makes ‖x - x̂‖ least. A vector with a number that is not
+finite gets the scale NaN.
 """
 
 from __future__ import annotations
