@@ -5,8 +5,8 @@
              for a Gaussian in whole numbers of 1 / SPREAD; so a nibble is a small integer too, by a table
 
 Keys, and 4-bit values, are rotated first. The scale is float16, one for a vector. Of a 4-bit key it makes
-⟨x, x̂⟩ = ‖x‖², so that scores are right in the mean; of a 4-bit value it makes ‖x - x̂‖ least. A vector with a number that is not
-finite gets the scale NaN.
+⟨x, x̂⟩ = ‖x‖², so that scores are right in the mean; of a 4-bit value it makes ‖x - x̂‖ least. A vector with a
+number that is not finite gets the scale NaN.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class Codec:
 
     @property
     def rotated(self) -> bool:
-        return self.bits == 4
+        """Whether codes are of the rotated vector, which has nothing that stands out."""
+        return self.bits == 4 or self.unbiased
 
     def code_bytes(self, head_dim: int) -> int:
         return head_dim * self.bits // 8
