@@ -97,7 +97,7 @@ class EngineProcess:
         return stat.rpartition(b")")[2].split()[0] in (b"T", b"t")
 
     def show_stacks(self) -> None:
-        """Ask it, and the other ranks of a split model, for the stacks of all threads. That takes no lock, and no step's
+        """Ask it, and the other ranks of a split model, for the stacks of all threads. It takes no lock, and no step's
         end."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, STACKS)

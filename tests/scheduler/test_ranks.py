@@ -1,0 +1,123 @@
+"""A split model as processes: the real worker and its ranks over Gloo, against the whole model in this process."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from model.errors import ModelError
+from scheduler.assembly import assemble
+from scheduler.config import EngineConfig
+from scheduler.messages import BeamSearch, Progress, Ready, SamplingParams, StepOutput, Submit
+from tests.model.parity import build, prompts
+from tests.scheduler.test_worker import Process
+
+Key = tuple[int, int]
+
+
+def config(folder: Path, **changes: Any) -> EngineConfig:
+    values: dict[str, Any] = {"model": str(folder), "device": "cpu", "dtype": "float32", "kv_cache_memory": 1 << 20}
+    return EngineConfig(**(values | changes))
+
+
+def requests() -> list[Submit]:
+    """Greedy, drawn, several, with logprobs of the prompt, a search; more tokens than the pool holds at once."""
+    greedy = SamplingParams(max_tokens=60, seed=0, temperature=0.0)
+    drawn = SamplingParams(max_tokens=40, seed=7, temperature=0.9, top_p=0.9, logprobs=2, frequency_penalty=0.2)
+    asked = SamplingParams(max_tokens=8, seed=1, temperature=0.0, prompt_logprobs=2)
+    beams = SamplingParams(max_tokens=12, seed=1, logprobs=6)
+    texts = prompts(128, (5, 33, 50, 64, 79, 20, 31))
+    return [
+        *(Submit(id=number, prompt_ids=text, params=greedy) for number, text in enumerate(texts[:4])),
+        Submit(id=4, prompt_ids=texts[4], params=drawn, n=2),
+        Submit(id=5, prompt_ids=texts[5], params=asked),
+        Submit(id=6, prompt_ids=texts[6], params=beams, n=2, search=BeamSearch(width=3)),
+    ]
+
+
+def collect(outputs: list[StepOutput]) -> dict[Key, list[int]]:
+    found: dict[Key, list[int]] = {}
+    for output in outputs:
+        assert not output.errors
+        for id, index, token in zip(output.ids, output.indices, output.tokens, strict=True):
+            found.setdefault((id, index), []).append(token)
+    return found
+
+
+def whole(folder: Path) -> dict[Key, list[int]]:
+    """What one rank answers."""
+    engine, _ = assemble(config(folder), lambda stage, detail: None)
+    outputs = [engine.step(requests())]
+    while engine.has_work:
+        outputs.append(engine.step())
+    return collect(outputs)
+
+
+@pytest.mark.parametrize(("family", "victim"), [("llama", "leader"), ("qwen2", "follower")])
+def test_two_ranks_answer_as_one_and_die_as_one(family: str, victim: str, tmp_path: Path) -> None:
+    build(family, tmp_path)
+    it = Process("-m", "scheduler.worker")
+    # While it imports.
+    right = whole(tmp_path)
+    try:
+        it.client.send(config(tmp_path, tensor_parallel_size=2))
+        lines: list[tuple[str, str]] = []
+        while isinstance(message := it.client.next(), Progress):
+            lines.append((message.stage, message.detail))
+        assert isinstance(message, Ready)
+        assert message.kv_bytes_per_token == 2 * 4 * 1 * message_head_dim(family) * 4  # one of two key heads
+        assert ("ranks", "2, each with as much") in lines
+        (rank,) = psutil.Process(it.process.pid).children()
+        handle = os.pidfd_open(rank.pid)
+
+        outputs: list[StepOutput] = []
+        for request in requests():
+            it.client.send(request)
+        running = True
+        while running:
+            output = it.client.next()
+            assert isinstance(output, StepOutput)
+            outputs.append(output)
+            done = collect(outputs)
+            running = output.stats.running + output.stats.waiting > 0 or len(done) < len(right)
+        assert collect(outputs) == right
+        assert outputs[-1].stats.blocks_active == 0
+
+        it.client.send(Submit(id=9, prompt_ids=[5] * 20, params=SamplingParams(max_tokens=400, seed=0)))
+        it.client.next()
+        if victim == "leader":
+            it.process.kill()
+        else:
+            rank.kill()
+        ended, _, _ = select.select([handle], [], [], 20)
+        assert ended, "a rank outlived its leader"
+        os.close(handle)
+        status, errors = it.end()
+        assert status == -signal.SIGKILL
+        assert ("rank 1 ended (signal 9)" in errors) == (victim == "follower")
+    finally:
+        if it.process.poll() is None:
+            it.process.kill()
+
+
+def message_head_dim(family: str) -> int:
+    return {"llama": 32, "qwen2": 16}[family]
+
+
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [(3, "does not divide the model's 4 attention heads"), (8, "does not divide the model's 4 attention heads")],
+)
+def test_a_size_that_does_not_fit_is_refused_before_anything_begins(
+    size: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build("llama", tmp_path)
+    monkeypatch.setattr("scheduler.assembly.Leader", None)
+    with pytest.raises(ModelError, match=message):
+        assemble(config(tmp_path, tensor_parallel_size=size), lambda stage, detail: None)
