@@ -89,10 +89,10 @@ class Ranks:
         part = pad(part, (0, most - part.shape[1])) if part.shape[1] < most else part.contiguous()
         with self._meeting():
             if self.rank:
-                dist.gather(part)
+                dist.gather(part, dst=0)
                 return part.new_empty(0, width)
             parts = [torch.empty_like(part) for _ in range(self.size)]
-            dist.gather(part, parts)
+            dist.gather(part, parts, dst=0)
         return torch.cat(parts, 1)[:, :width].contiguous() if rows else part.new_empty(0, width)
 
     def least(self, value: int) -> int:
