@@ -144,10 +144,20 @@ class Decoder:
         if group is None:
             return
         zeros = partial(torch.zeros, device=embedding.table.device)
-        for _ in range(group.tally.sums, 1 + 2 * len(self.layers)):
-            group.sum(zeros(tokens, self.config.hidden_size, dtype=embedding.compute))
+        squares = self.config.qk_norm == "full"  # the first of three sums in each layer
+        for done in range(group.tally.sums, 1 + (2 + squares) * len(self.layers)):
+            if squares and done % 3 == 1:
+                group.sum(zeros(tokens, 2))
+            else:
+                group.sum(zeros(tokens, self.config.hidden_size, dtype=embedding.compute))
         for rows in joins[group.tally.joins :]:
             group.join(zeros(rows, len(embedding.table)), self.config.vocab_size)
+
+    def _squares(self, q: Tensor, k: Tensor, group: Group) -> tuple[Tensor, Tensor]:
+        """Means of q² and k² over all ranks' heads, float32 [tokens, 1]."""
+        sums = group.sum(torch.cat([part.float().pow(2).sum(-1, keepdim=True) for part in (q, k)], -1))
+        # A key head that several ranks have counts several times in both.
+        return sums[:, :1] / (q.shape[-1] * group.size), sums[:, 1:] / (k.shape[-1] * group.size)
 
     def _attend(
         self,
@@ -163,7 +173,8 @@ class Decoder:
         qkv = layer.qkv(x)
         if layer.q_norm and layer.k_norm:
             q, k, v = torch.tensor_split(qkv, (heads * dim, (heads + kv_heads) * dim), dim=-1)
-            qk = torch.cat([layer.q_norm(q), layer.k_norm(k)], dim=-1).view(tokens, heads + kv_heads, dim)
+            of_q, of_k = (None, None) if self.group is None else self._squares(q, k, self.group)
+            qk = torch.cat([layer.q_norm(q, of_q), layer.k_norm(k, of_k)], dim=-1).view(tokens, heads + kv_heads, dim)
             v = v.view(tokens, kv_heads, dim)
         else:
             packed = qkv.view(tokens, heads + 2 * kv_heads, dim)

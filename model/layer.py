@@ -86,8 +86,8 @@ class LayerLoader:
         if config.qk_norm == "head":
             qk_norm = self.head_norm(attention)
         elif config.qk_norm == "full":
-            q_norm = self.norm(attention + "q_norm.weight", shard.query.size)
-            k_norm = self.norm(attention + "k_norm.weight", shard.key.size)
+            q_norm = self.norm(attention + "q_norm.weight", shard.query)
+            k_norm = self.norm(attention + "k_norm.weight", shard.key)
         first, second, third, fourth = self._norms(prefix)
         return Layer(
             qkv=self.stacked(attention, "qkv_proj", qkv, hidden, config.qkv_bias),
@@ -158,8 +158,11 @@ class LayerLoader:
         weight = torch.cat([weight])  # a copy: a view of the file would keep all of it mapped
         return make_linear(weight, self.tensor(f"{name}.bias", outputs) if own else None, self.precision)
 
-    def norm(self, name: str, size: int) -> RMSNorm:
-        return self._rms(self.tensor(name, size))
+    def norm(self, name: str, size: int | Span) -> RMSNorm:
+        """Of the whole size, or of a part of it."""
+        if isinstance(size, int):
+            return self._rms(self.tensor(name, size))
+        return self._rms(self.tensor(name, size.size, part=(size.slice,)))
 
     def head_norm(self, prefix: str) -> RMSNorm:
         """Norm of every query and key head at once: weight [heads + kv_heads, head_dim]."""

@@ -31,11 +31,14 @@ class RMSNorm:
         self.plain = compute == torch.float32 and weight.dim() == 1
         self.nbytes = self.weight.nbytes
 
-    def __call__(self, x: Tensor) -> Tensor:
-        if self.plain:
+    def __call__(self, x: Tensor, squares: Tensor | None = None) -> Tensor:
+        """`squares`: the mean of x², float32 [..., 1], where x is only a part of what is normed."""
+        if self.plain and squares is None:
             return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
         wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        if squares is None:
+            squares = wide.pow(2).mean(-1, keepdim=True)
+        wide = wide * torch.rsqrt(squares + self.eps)
         if self.style == "scale_then_cast":
             return (wide * self.weight).to(x.dtype)
         return wide.to(x.dtype) * self.weight

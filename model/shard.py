@@ -91,8 +91,6 @@ def check_split(config: ModelConfig, size: int) -> None:
     heads, kv_heads = config.num_heads, config.num_kv_heads
     if not config.native:
         why = f"{config.architecture} runs through transformers' code, which is not split"
-    elif config.qk_norm == "full":
-        why = f"{config.architecture} norms queries and keys across all heads, which would be split"
     elif heads % size:
         why = f"does not divide the model's {heads} attention heads"
     elif kv_heads % size and size % kv_heads:

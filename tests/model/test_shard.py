@@ -68,7 +68,6 @@ def test_one_rank_has_everything() -> None:
         (4, {"intermediate_size": 90}, "does not divide the model's intermediate size of 90"),
         (4, {"vocab_size": 5}, "leaves ranks without any of the model's 5 tokens"),
         (2, {"native": False}, "LlamaForCausalLM runs through transformers' code, which is not split"),
-        (2, {"qk_norm": "full"}, "LlamaForCausalLM norms queries and keys across all heads, which would be split"),
     ],
 )
 def test_what_is_refused(size: int, changes: dict[str, object], message: str) -> None:
