@@ -38,7 +38,7 @@ class Member:
         self._parts[self.rank] = part.clone()
         self._barrier.wait(30)
         parts = list(self._parts)
-        assert len({p.shape[0] for p in parts}) == 1
+        assert len({p.shape[:1] for p in parts}) == 1
         self._barrier.wait(30)
         return parts
 
