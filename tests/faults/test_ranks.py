@@ -8,12 +8,11 @@ from pathlib import Path
 
 import httpx
 import psutil
-import pytest
 
 from tests.e2e.daemon import Daemon, serve
 from tests.loadtest import tiny
 
-TOKENS = 400
+TOKENS = 200
 
 
 def ranks(daemon: Daemon) -> list[psutil.Process]:
@@ -41,6 +40,7 @@ def stream(daemon: Daemon, disturb: Callable[[int], None]) -> str:
 
 
 def test_a_rank_is_killed_under_a_stream(tmp_path: Path) -> None:
+    """Over keys of 4 bits, whose fit and gate the ranks have to agree on; and a vocabulary that they cannot halve."""
     flags = ("--tensor-parallel-size", "2", "--dtype", "float32", "--kv-cache-memory", "4MiB")
     formats = ("--kv-cache-dtype", "tq4", "--force-kv-cache-dtype")
     seen: list[psutil.Process] = []
@@ -61,13 +61,3 @@ def test_a_rank_is_killed_under_a_stream(tmp_path: Path) -> None:
         assert not any(process.is_running() for process in seen[:2])
     gone, alive = psutil.wait_procs(seen, 5)
     assert len(gone) == 4, alive
-
-
-@pytest.mark.parametrize("size", ["3"])
-def test_a_bad_size_is_one_line(size: str, tmp_path: Path) -> None:
-    with serve(
-        str(tiny.write(tmp_path / "tiny.gguf")), "--tensor-parallel-size", size, loaded=False, status=2
-    ) as daemon:
-        assert daemon.process.wait(60) == 2
-        last = daemon.log.read_text().splitlines()[-1]
-    assert f"--tensor-parallel-size {size}: does not divide the model's 4 attention heads" in last

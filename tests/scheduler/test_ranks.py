@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import select
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +58,10 @@ def whole(folder: Path) -> dict[Key, list[int]]:
     return collect(outputs)
 
 
-@pytest.mark.parametrize(("family", "victim"), [("llama", "leader"), ("qwen2", "follower")])
-def test_two_ranks_answer_as_one_and_die_as_one(family: str, victim: str, tmp_path: Path) -> None:
-    build(family, tmp_path)
+def test_two_ranks_answer_as_one_and_die_as_one(tmp_path: Path) -> None:
+    """In float32, where sums of two halves may differ from whole ones in their last bits: no token does. The model has
+    two query heads to a key head, and biases. Here rank 0 is killed, and in tests/faults the other."""
+    build("llama-bias", tmp_path)
     it = Process("-m", "scheduler.worker")
     # While it imports.
     right = whole(tmp_path)
@@ -71,7 +71,7 @@ def test_two_ranks_answer_as_one_and_die_as_one(family: str, victim: str, tmp_pa
         while isinstance(message := it.client.next(), Progress):
             lines.append((message.stage, message.detail))
         assert isinstance(message, Ready)
-        assert message.kv_bytes_per_token == 2 * 4 * 1 * message_head_dim(family) * 4  # one of two key heads
+        assert message.kv_bytes_per_token == 2 * 4 * 1 * 16 * 4  # of one of two key heads
         assert ("ranks", "2, each with as much") in lines
         (rank,) = psutil.Process(it.process.pid).children()
         handle = os.pidfd_open(rank.pid)
@@ -91,33 +91,20 @@ def test_two_ranks_answer_as_one_and_die_as_one(family: str, victim: str, tmp_pa
 
         it.client.send(Submit(id=9, prompt_ids=[5] * 20, params=SamplingParams(max_tokens=400, seed=0)))
         it.client.next()
-        if victim == "leader":
-            it.process.kill()
-        else:
-            rank.kill()
+        it.process.kill()
         ended, _, _ = select.select([handle], [], [], 20)
         assert ended, "a rank outlived its leader"
         os.close(handle)
-        status, errors = it.end()
-        assert status == -signal.SIGKILL
-        assert ("rank 1 ended (signal 9)" in errors) == (victim == "follower")
+        it.end()
     finally:
         if it.process.poll() is None:
             it.process.kill()
 
 
-def message_head_dim(family: str) -> int:
-    return {"llama": 32, "qwen2": 16}[family]
-
-
-@pytest.mark.parametrize(
-    ("size", "message"),
-    [(3, "does not divide the model's 4 attention heads"), (8, "does not divide the model's 4 attention heads")],
-)
 def test_a_size_that_does_not_fit_is_refused_before_anything_begins(
-    size: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     build("llama", tmp_path)
     monkeypatch.setattr("scheduler.assembly.Leader", None)
-    with pytest.raises(ModelError, match=message):
-        assemble(config(tmp_path, tensor_parallel_size=size), lambda stage, detail: None)
+    with pytest.raises(ModelError, match="--tensor-parallel-size 3: does not divide the model's 4 attention heads"):
+        assemble(config(tmp_path, tensor_parallel_size=3), lambda stage, detail: None)
