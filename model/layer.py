@@ -146,7 +146,7 @@ class LayerLoader:
                 for name, span in parts.items()
             ]
         sizes = [span.whole for span in parts.values()]
-        pieces = self.tensor(f"{prefix}{fused}{kind}", sum(sizes), *inner, dtype=dtype).split(sizes)
+        pieces = torch.split(self.tensor(f"{prefix}{fused}{kind}", sum(sizes), *inner, dtype=dtype), sizes)
         return [piece[span.slice] for piece, span in zip(pieces, parts.values(), strict=True)]
 
     def summed(self, name: str, outputs: int, span: Span, bias: bool) -> Linear:

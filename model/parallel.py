@@ -71,7 +71,7 @@ class Ranks:
         with self._meeting():
             dist.init_process_group(
                 "nccl" if gpu else "gloo",
-                store=dist.FileStore(self._store, self.size),
+                store=dist.FileStore(self._store, self.size),  # type: ignore[attr-defined]
                 rank=self.rank,
                 world_size=self.size,
                 device_id=device if gpu else None,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -180,7 +179,8 @@ class GGUFStore:
         tensor = self._file.tensors[stored]
         if dtype is None:
             dtype = {"F16": torch.float16, "BF16": torch.bfloat16}.get(tensor.format.name, torch.float32)
-        wanted = [range(size)[piece] for size, piece in zip_longest(tensor.shape, part, fillvalue=slice(None))]
+        pieces = (*part, *(slice(None) for _ in tensor.shape[len(part) :]))
+        wanted = [range(size)[piece] for size, piece in zip(tensor.shape, pieces, strict=True)]
         rows = wanted[0] if len(wanted) == 2 else range(tensor.num_rows)
         columns = slice(wanted[-1].start, wanted[-1].stop)
         matrix = torch.empty(len(rows), len(wanted[-1]), dtype=dtype)

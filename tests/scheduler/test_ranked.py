@@ -66,7 +66,7 @@ def break_sampler(runner: Runner) -> None:
         runner._sampler.sample = own  # type: ignore[method-assign]
         raise Broken
 
-    runner._sampler.sample = sample  # type: ignore[method-assign]
+    runner._sampler.sample = sample  # type: ignore[method-assign, assignment]
 
 
 def make(folder: Path, group: Group | None) -> Runner:
