@@ -26,7 +26,10 @@ class RankedRunner:
     """See `model.batch.Executor`. Every rank has one, and gives it the same batches."""
 
     def __init__(self, runner: Runner, group: Group, settle: Settle) -> None:
+        # Not one that is captured as graphs: nobody would see how far a step is.
+        assert isinstance(runner.model, Decoder)
         self.runner = runner
+        self.model = runner.model
         self.group = group
         self.settle = settle
 
@@ -62,13 +65,12 @@ class RankedStep:
                     found = self._pending.result()
                 except Exception as error:
                     self._error = error
-            self._abstain(self._drawing + self._joins)
+            if self._error is not None:
+                self._abstain(self._drawing + self._joins)
             self._done = self._owner.settle(self._error, found)
         return self._done
 
     def _abstain(self, joins: list[int]) -> None:
-        """Make what is left of the step's collectives up to these joins: nothing, where it went well."""
-        model = self._owner.runner.model
-        assert isinstance(model, Decoder)
+        """Make what is left of the step's collectives up to these joins."""
         with torch.inference_mode():
-            model.abstain(self._tokens, joins)
+            self._owner.model.abstain(self._tokens, joins)
