@@ -46,9 +46,12 @@ class Order(msgspec.Struct, frozen=True):
 
 
 class Vote(msgspec.Struct, frozen=True):
-    """Why a rank could not compute its part; None: it could."""
+    """How a rank fared in a step."""
 
+    step: int
+    """Its mark (`scheduler.ranked`), which must be rank 0's."""
     failure: str | None
+    """Why it could not compute its part; None: it could."""
 
 
 class Drawn(msgspec.Struct, frozen=True, array_like=True):

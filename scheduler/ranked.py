@@ -7,6 +7,7 @@ then is tried again by all (`scheduler.isolation`).
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 
 import torch
@@ -17,9 +18,18 @@ from model.executor import Runner
 from model.follower import joined
 from model.parallel import Group, Tally
 
-Settle = Callable[[Exception | None, StepResult | None], StepResult]
-"""Given what came of a step here: its error, or its result; the result for all ranks. Raises where one of them failed,
-the error that was given if there was one."""
+Settle = Callable[[int, Exception | None, StepResult | None], StepResult]
+"""Given which step this was, and what came of it here, its error or its result: the result for all ranks. Raises where
+one of them failed, the error that was given if there was one."""
+
+
+class Stranded(BaseException):
+    """The ranks are no longer together, and this process must end. Nothing in the engine catches it."""
+
+
+def mark(batch: Batch) -> int:
+    """A number that ranks have in common where they compute the same step: of integers, whose hashes are no secret."""
+    return hash(tuple((r.start, r.count, *r.draft, len(r.tokens), r.tokens[-1], *r.blocks[-1:]) for r in batch.rows))
 
 
 class RankedRunner:
@@ -43,6 +53,7 @@ class RankedStep:
 
     def __init__(self, owner: RankedRunner, batch: Batch) -> None:
         self._owner = owner
+        self._mark = mark(batch)
         self._tokens = sum(row.count + len(row.draft) for row in batch.rows)
         self._drawing, self._joins = joined(batch.rows)
         self._tally = owner.group.tally = Tally()
@@ -67,10 +78,15 @@ class RankedStep:
                     self._error = error
             if self._error is not None:
                 self._abstain(self._drawing + self._joins)
-            self._done = self._owner.settle(self._error, found)
+            self._done = self._owner.settle(self._mark, self._error, found)
         return self._done
 
     def _abstain(self, joins: list[int]) -> None:
-        """Make what is left of the step's collectives up to these joins."""
-        with torch.inference_mode():
-            self._owner.model.abstain(self._tokens, joins)
+        """After an error, make what is left of the step's collectives up to these joins."""
+        assert self._error is not None
+        traceback.clear_frames(self._error.__traceback__)  # they hold the step's tensors, and memory may be short
+        try:
+            with torch.inference_mode():
+                self._owner.model.abstain(self._tokens, joins)
+        except Exception as error:
+            raise Stranded("a step that failed cannot be brought to its end") from error

@@ -34,7 +34,7 @@ from scheduler.engine import Engine, Message
 from scheduler.isolation import out_of_memory
 from scheduler.link import Drawn, Link, Order, Setup, Verdict, Vote
 from scheduler.messages import StepOutput
-from scheduler.ranked import RankedRunner
+from scheduler.ranked import RankedRunner, Stranded
 from scheduler.wire import frame
 
 log = logging.getLogger(__name__)
@@ -110,9 +110,11 @@ class Leader:
         link.send(setup)
         self._links.append(link)
 
-    def _settle(self, error: Exception | None, result: StepResult | None) -> StepResult:
-        votes = [said(0, error), *(link.receive(Vote).failure for link in self._links)]
-        failure = next((vote for vote in votes if vote is not None), None)
+    def _settle(self, step: int, error: Exception | None, result: StepResult | None) -> StepResult:
+        votes = [Vote(step, said(0, error)), *(link.receive(Vote) for link in self._links)]
+        if others := [rank for rank, vote in enumerate(votes) if vote.step != step]:
+            raise Stranded(f"ranks {others} planned another step than rank 0")
+        failure = next((vote.failure for vote in votes if vote.failure is not None), None)
         drawn = None if failure is not None or result is None else Drawn.of(result)
         self._tell(Verdict(time.monotonic(), failure, drawn))
         if failure is not None or result is None:
@@ -163,8 +165,8 @@ class Follower:
             self._now = order.now
             engine.step(order.messages)
 
-    def _settle(self, error: Exception | None, result: StepResult | None) -> StepResult:
-        self._link.send(Vote(said(self._rank, error)))
+    def _settle(self, step: int, error: Exception | None, result: StepResult | None) -> StepResult:
+        self._link.send(Vote(step, said(self._rank, error)))
         verdict = self._link.receive(Verdict)
         self._now = verdict.now
         if verdict.drawn is None:

@@ -92,7 +92,7 @@ def test_a_step_fails_everywhere_or_nowhere(fault: Callable[[Runner], None], ran
     results: list[StepResult] = []
 
     def run(member: Member) -> StepResult:
-        def settle(error: Exception | None, result: StepResult | None) -> StepResult:
+        def settle(step: int, error: Exception | None, result: StepResult | None) -> StepResult:
             """As between processes: a vote, and rank 0's result for all."""
             failed = bool(member.sum(torch.tensor(float(error is not None))))
             if not failed and member.rank == 0:
@@ -122,7 +122,7 @@ def test_copies_need_no_meeting(tmp_path: Path) -> None:
     build("llama", tmp_path)
 
     def run(member: Member) -> StepResult:
-        def settle(error: Exception | None, result: StepResult | None) -> StepResult:
+        def settle(step: int, error: Exception | None, result: StepResult | None) -> StepResult:
             raise AssertionError
 
         return RankedRunner(make(tmp_path, member), member, settle).execute(Batch([], [(1, 2)])).result()

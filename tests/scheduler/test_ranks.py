@@ -10,10 +10,15 @@ from typing import Any
 import psutil
 import pytest
 
+from model.batch import StepResult
 from model.errors import ModelError
 from scheduler.assembly import assemble
 from scheduler.config import EngineConfig
+from scheduler.isolation import out_of_memory
+from scheduler.link import Vote
 from scheduler.messages import BeamSearch, Progress, Ready, SamplingParams, StepOutput, Submit
+from scheduler.ranked import Stranded
+from scheduler.ranks import Leader, RankFailed, said
 from tests.model.parity import build, prompts
 from tests.scheduler.test_worker import Process
 
@@ -108,3 +113,40 @@ def test_a_size_that_does_not_fit_is_refused_before_anything_begins(
     monkeypatch.setattr("scheduler.assembly.Leader", None)
     with pytest.raises(ModelError, match="--tensor-parallel-size 3: does not divide the model's 4 attention heads"):
         assemble(config(tmp_path, tensor_parallel_size=3), lambda stage, detail: None)
+
+
+class Voter:
+    """A link to a rank that voted."""
+
+    def __init__(self, vote: Vote) -> None:
+        self.vote = vote
+        self.told: list[bytearray] = []
+
+    def receive(self, kind: type[Vote]) -> Vote:
+        return self.vote
+
+    def write(self, data: bytearray) -> None:
+        self.told.append(data)
+
+
+def settle(vote: Vote, error: Exception | None = None) -> StepResult:
+    leader = Leader.__new__(Leader)
+    leader._links = [Voter(vote)]  # type: ignore[list-item]
+    return leader._settle(7, error, StepResult([[3]], [[]], [None]))
+
+
+def test_how_a_step_is_settled() -> None:
+    assert settle(Vote(7, None)).tokens == [[3]]
+    with pytest.raises(RankFailed, match="rank 1: out of memory") as caught:
+        settle(Vote(7, "rank 1: out of memory"))
+    assert out_of_memory(caught.value)
+    with pytest.raises(KeyError):
+        settle(Vote(7, None), KeyError("mine"))
+    with pytest.raises(Stranded, match=r"ranks \[1\] planned another step"):
+        settle(Vote(8, None))
+
+
+def test_words_of_an_error_stay_where_it_was() -> None:
+    assert said(1, ValueError("a prompt, perhaps")) == "rank 1: ValueError"
+    assert said(2, RuntimeError("CUDA out of memory: tried")) == "rank 2: out of memory"
+    assert said(0, None) is None
