@@ -11,8 +11,9 @@ Granite multiplies what is added to x. Everything else is in `ModelConfig`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -25,8 +26,10 @@ from model.fused import FusedLayers
 from model.inputs import StepInputs
 from model.layer import Layer, LayerLoader
 from model.layers import Embedding, gated
+from model.parallel import Group
 from model.precision import Precision
 from model.rope import RopeTable, rotate
+from model.shard import Shard
 from model.weights import WeightStore
 
 LOADERS = 2
@@ -66,14 +69,18 @@ class Decoder:
         device: torch.device,
         max_model_len: int,
         progress: Callable[[int, int], None] = lambda done, total: None,
+        group: Group | None = None,
     ) -> None:
-        """Read, fuse and convert the layers, LOADERS at a time; `progress` is told (layers done, layers).
+        """Read, fuse and convert the layers, LOADERS at a time; `progress` is told (layers done, layers). `group`: the
+        ranks that compute a part of every layer each; `config` is the whole model's, `self.config` this rank's.
 
         Raises ModelError where a weight is missing or has the wrong shape.
         """
-        self.config = config
+        shard = Shard(config) if group is None else Shard(config, group.rank, group.size)
+        self.config = config = shard.config
+        self.group = group
         self.attention = attention
-        loader = LayerLoader(config, weights, precision, device)
+        loader = LayerLoader(shard, weights, precision, device)
         self.layers: list[Layer] = []
         with ThreadPoolExecutor(LOADERS) as pool:
             ends = pool.submit(loader.ends)
@@ -81,7 +88,7 @@ class Decoder:
                 self.layers.append(layer)
                 progress(len(self.layers), config.num_layers)
             table, self.head, ends_bytes = ends.result()
-        self.embedding = Embedding(table, loader.embedding_multiplier(), precision)
+        self.embedding = Embedding(table, loader.embedding_multiplier(), precision, shard.vocab.start, group)
         self.norm = loader.norm("model.norm.weight", config.hidden_size)
         ropes = [config.rope, *([config.local_rope] if config.local_rope is not None else [])]
         self.ropes = [
@@ -89,7 +96,8 @@ class Decoder:
         ]
         self.rope_switch = next((rope.switch for rope in self.ropes if rope.switch is not None), None)
         self.weight_bytes = ends_bytes + self.norm.nbytes + sum(layer.nbytes for layer in self.layers)
-        self.fused = FusedLayers.of(config, self.layers, precision)
+        # The ranks meet between the kernels of a layer, which are called one by one then.
+        self.fused = FusedLayers.of(config, self.layers, precision) if group is None else None
         self.reads_unwritten = self.fused is None and attention.reads_unwritten
 
     def forward(self, inputs: StepInputs, storage: KVStorage) -> Tensor:
@@ -98,15 +106,19 @@ class Decoder:
         if self.fused is not None:
             self.fused(x, cos_sin, inputs, storage)
             return self.norm(x)
-        multiplier = self.config.residual_multiplier
+        multiplier, group = self.config.residual_multiplier, self.group
         for number, layer in enumerate(self.layers):
             y = layer.before_attention(x) if layer.before_attention else x
             y = self._attend(y, number, layer, cos_sin, inputs, storage)
+            if group is not None:
+                y = group.sum(y)
             if layer.after_attention:
                 y = layer.after_attention(y)
             x = x.add_(y, alpha=multiplier)
             y = layer.before_mlp(x) if layer.before_mlp else x
             y = layer.down(gated(layer.gate_up(y), self.config.activation))
+            if group is not None:
+                y = group.sum(y)
             if layer.after_mlp:
                 y = layer.after_mlp(y)
             x = x.add_(y, alpha=multiplier)
@@ -117,7 +129,35 @@ class Decoder:
         if self.config.logits_divisor != 1.0:
             logits = logits.div_(self.config.logits_divisor)
         cap = self.config.logits_softcap
-        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+        if cap is not None:
+            logits = logits.div_(cap).tanh_().mul_(cap)
+        return logits if self.group is None else self.group.join(logits, self.config.vocab_size)
+
+    def abstain(self, tokens: int, joins: Sequence[int]) -> None:
+        """Make with zeros the collectives that are left of a step which failed here, so that the other ranks come to
+        its end; then they are told.
+
+        The step has so many tokens, and asks for the logits of so many rows at a time; the group's tally says what was
+        made of it.
+        """
+        group, embedding = self.group, self.embedding
+        if group is None:
+            return
+        zeros = partial(torch.zeros, device=embedding.table.device)
+        squares = self.config.qk_norm == "full"  # the first of three sums in each layer
+        for done in range(group.tally.sums, 1 + (2 + squares) * len(self.layers)):
+            if squares and done % 3 == 1:
+                group.sum(zeros(tokens, 2))
+            else:
+                group.sum(zeros(tokens, self.config.hidden_size, dtype=embedding.compute))
+        for rows in joins[group.tally.joins :]:
+            group.join(zeros(rows, len(embedding.table)), self.config.vocab_size)
+
+    def _squares(self, q: Tensor, k: Tensor, group: Group) -> tuple[Tensor, Tensor]:
+        """Means of q² and k² over all ranks' heads, float32 [tokens, 1]."""
+        sums = group.sum(torch.cat([part.float().pow(2).sum(-1, keepdim=True) for part in (q, k)], -1))
+        # A key head that several ranks have counts several times in both.
+        return sums[:, :1] / (q.shape[-1] * group.size), sums[:, 1:] / (k.shape[-1] * group.size)
 
     def _attend(
         self,
@@ -133,7 +173,8 @@ class Decoder:
         qkv = layer.qkv(x)
         if layer.q_norm and layer.k_norm:
             q, k, v = torch.tensor_split(qkv, (heads * dim, (heads + kv_heads) * dim), dim=-1)
-            qk = torch.cat([layer.q_norm(q), layer.k_norm(k)], dim=-1).view(tokens, heads + kv_heads, dim)
+            of_q, of_k = (None, None) if self.group is None else self._squares(q, k, self.group)
+            qk = torch.cat([layer.q_norm(q, of_q), layer.k_norm(k, of_k)], dim=-1).view(tokens, heads + kv_heads, dim)
             v = v.view(tokens, kv_heads, dim)
         else:
             packed = qkv.view(tokens, heads + 2 * kv_heads, dim)

@@ -7,12 +7,12 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from model.config import ModelConfig
 from model.errors import ModelError
 from model.layers import NormStyle, RMSNorm
 from model.linear import Head, KernelLinear, Linear, PackedLinear, make_linear
 from model.precision import Precision
-from model.weights import WeightStore
+from model.shard import Shard, Span
+from model.weights import Part, WeightStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,25 +41,27 @@ class Layer:
 
 
 class LayerLoader:
-    """Builds the parts of a Decoder from named tensors. Holds no tensor but the one at hand; threads may share it."""
+    """Builds the parts of a Decoder from named tensors, or one rank's part of them. Holds no tensor but the one at
+    hand; threads may share it."""
 
-    def __init__(self, config: ModelConfig, weights: WeightStore, precision: Precision, device: torch.device) -> None:
-        self.config = config
+    def __init__(self, shard: Shard, weights: WeightStore, precision: Precision, device: torch.device) -> None:
+        self.shard = shard
+        self.config = shard.config
         self.weights = weights
         self.precision = precision
         self.device = device
         self.names = weights.names()
-        self.style: NormStyle = "cast_then_scale" if config.norms == "pre" else "scale_then_cast"
+        self.style: NormStyle = "cast_then_scale" if self.config.norms == "pre" else "scale_then_cast"
 
     def ends(self) -> tuple[Tensor, Head, int]:
         """The embedding table and the LM head, which are one tensor where the model ties them; bytes of both."""
-        config = self.config
-        table = self.tensor("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+        config, vocab = self.config, self.shard.vocab
+        table = self.tensor("model.embed_tokens.weight", vocab.size, config.hidden_size, part=(vocab.slice,))
         if table.dtype.itemsize > self.precision.weights.itemsize:
             table = table.to(self.precision.weights)
         table = table.clone()  # a view of the file would keep all of it mapped
         tied = config.tie_word_embeddings or "lm_head.weight" not in self.names
-        weight = table if tied else self.tensor("lm_head.weight", config.vocab_size, config.hidden_size)
+        weight = table if tied else self.tensor("lm_head.weight", vocab.size, config.hidden_size, part=(vocab.slice,))
         head = Head(weight, None, self.precision)
         packed = isinstance(head.linear, PackedLinear | KernelLinear)
         shared = tied and not packed and table.dtype == self.precision.weights
@@ -74,24 +76,24 @@ class LayerLoader:
 
     def layer(self, number: int) -> Layer:
         config, prefix = self.config, f"model.layers.{number}."
-        hidden, dim = config.hidden_size, config.head_dim
-        q, kv = config.num_heads * dim, config.num_kv_heads * dim
+        hidden, shard = config.hidden_size, self.shard
         attention, mlp = prefix + "self_attn.", prefix + "mlp."
-        qkv = {"q_proj": q, "k_proj": kv, "v_proj": kv}
-        gate_up = {"gate_proj": config.intermediate_size, "up_proj": config.intermediate_size}
+        qkv = {"q_proj": shard.query, "k_proj": shard.key, "v_proj": shard.key}
+        gate_up = {"gate_proj": shard.inner, "up_proj": shard.inner}
         sliding = config.layer_types[number] == "sliding"
         rope = 1 if sliding and config.local_rope is not None else 0
         qk_norm = q_norm = k_norm = None
         if config.qk_norm == "head":
             qk_norm = self.head_norm(attention)
         elif config.qk_norm == "full":
-            q_norm, k_norm = self.norm(attention + "q_norm.weight", q), self.norm(attention + "k_norm.weight", kv)
+            q_norm = self.norm(attention + "q_norm.weight", shard.query)
+            k_norm = self.norm(attention + "k_norm.weight", shard.key)
         first, second, third, fourth = self._norms(prefix)
         return Layer(
-            qkv=self.fused(attention, "qkv_proj", qkv, hidden, config.qkv_bias),
-            output=self.fused(attention, "o_proj", {"o_proj": hidden}, q, config.output_bias),
-            gate_up=self.fused(mlp, "gate_up_proj", gate_up, hidden, config.mlp_bias, gated=True),
-            down=self.fused(mlp, "down_proj", {"down_proj": hidden}, config.intermediate_size, config.mlp_bias),
+            qkv=self.stacked(attention, "qkv_proj", qkv, hidden, config.qkv_bias),
+            output=self.summed(attention + "o_proj", hidden, shard.query, config.output_bias),
+            gate_up=self.stacked(mlp, "gate_up_proj", gate_up, hidden, config.mlp_bias, gated=True),
+            down=self.summed(mlp + "down_proj", hidden, shard.inner, config.mlp_bias),
             qk_norm=qk_norm,
             q_norm=q_norm,
             k_norm=k_norm,
@@ -120,23 +122,47 @@ class LayerLoader:
                     norm("post_feedforward_layernorm"),
                 )
 
-    def fused(
-        self, prefix: str, fused: str, parts: dict[str, int], inputs: int, bias: bool, *, gated: bool = False
+    def stacked(
+        self, prefix: str, fused: str, parts: dict[str, Span], inputs: int, bias: bool, *, gated: bool = False
     ) -> Linear:
-        """One Linear of the parts (name → rows) stacked, or of the tensor that the checkpoint has fused already."""
-        if f"{prefix}{fused}.weight" in self.names:
-            parts = {fused: sum(parts.values())}
-        weights = [
-            self.tensor(f"{prefix}{name}.weight", rows, inputs, dtype=self.precision.weights)
-            for name, rows in parts.items()
-        ]
-        biases = [self.tensor(f"{prefix}{name}.bias", rows) for name, rows in parts.items()] if bias else []
-        weight = torch.cat(weights)  # copies a single one too: a view of the file would keep all of it mapped
-        del weights
+        """One Linear of the parts (name → rows) stacked, which the checkpoint may have fused into one tensor."""
+        weight = torch.cat(self.rows(prefix, fused, parts, ".weight", (inputs,), self.precision.weights))
+        biases = self.rows(prefix, fused, parts, ".bias", ()) if bias else []
         return make_linear(weight, torch.cat(biases) if biases else None, self.precision, gated=gated)
 
-    def norm(self, name: str, size: int) -> RMSNorm:
-        return self._rms(self.tensor(name, size))
+    def rows(
+        self,
+        prefix: str,
+        fused: str,
+        parts: dict[str, Span],
+        kind: str,
+        inner: tuple[int, ...],
+        dtype: torch.dtype | None = None,
+    ) -> list[Tensor]:
+        """This rank's rows of every part. `inner`: the other dimensions. Perhaps views of the file."""
+        if f"{prefix}{fused}.weight" not in self.names:
+            return [
+                self.tensor(f"{prefix}{name}{kind}", span.size, *inner, dtype=dtype, part=(span.slice,))
+                for name, span in parts.items()
+            ]
+        sizes = [span.whole for span in parts.values()]
+        pieces = torch.split(self.tensor(f"{prefix}{fused}{kind}", sum(sizes), *inner, dtype=dtype), sizes)
+        return [piece[span.slice] for piece, span in zip(pieces, parts.values(), strict=True)]
+
+    def summed(self, name: str, outputs: int, span: Span, bias: bool) -> Linear:
+        """A Linear of this rank's inputs. The ranks' results are added up, so only one of them has the bias."""
+        weight = self.tensor(
+            f"{name}.weight", outputs, span.size, dtype=self.precision.weights, part=(slice(None), span.slice)
+        )
+        own = bias and self.shard.rank == 0
+        weight = torch.cat([weight])  # a copy: a view of the file would keep all of it mapped
+        return make_linear(weight, self.tensor(f"{name}.bias", outputs) if own else None, self.precision)
+
+    def norm(self, name: str, size: int | Span) -> RMSNorm:
+        """Of the whole size, or of a part of it."""
+        if isinstance(size, int):
+            return self._rms(self.tensor(name, size))
+        return self._rms(self.tensor(name, size.size, part=(size.slice,)))
 
     def head_norm(self, prefix: str) -> RMSNorm:
         """Norm of every query and key head at once: weight [heads + kv_heads, head_dim]."""
@@ -147,9 +173,9 @@ class LayerLoader:
     def _rms(self, weight: Tensor) -> RMSNorm:
         return RMSNorm(weight, self.config.norm_eps, self.config.norm_offset, self.style, self.precision.compute)
 
-    def tensor(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """A tensor of the checkpoint on the model's device; `dtype` None: as it is stored."""
-        tensor = self.weights.get(name, dtype)
+    def tensor(self, name: str, *shape: int, dtype: torch.dtype | None = None, part: Part = ()) -> Tensor:
+        """A tensor of the checkpoint, or a part of it, on the model's device; `dtype` None: as it is stored."""
+        tensor = self.weights.get(name, dtype, part)
         if tuple(tensor.shape) != shape:
             raise ModelError(f"tensor {name} has the shape {tuple(tensor.shape)}; the configuration says {shape}")
         return tensor.to(self.device)

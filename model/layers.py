@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from model.parallel import Group
 from model.precision import Precision
 
 NormStyle = Literal["cast_then_scale", "scale_then_cast"]
@@ -30,30 +31,46 @@ class RMSNorm:
         self.plain = compute == torch.float32 and weight.dim() == 1
         self.nbytes = self.weight.nbytes
 
-    def __call__(self, x: Tensor) -> Tensor:
-        if self.plain:
+    def __call__(self, x: Tensor, squares: Tensor | None = None) -> Tensor:
+        """`squares`: the mean of x², float32 [..., 1], where x is only a part of what is normed."""
+        if self.plain and squares is None:
             return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
         wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        if squares is None:
+            squares = wide.pow(2).mean(-1, keepdim=True)
+        wide = wide * torch.rsqrt(squares + self.eps)
         if self.style == "scale_then_cast":
             return (wide * self.weight).to(x.dtype)
         return wide.to(x.dtype) * self.weight
 
 
 class Embedding:
-    """Token id → row of `table` [vocab, hidden], widened to the compute type and multiplied."""
+    """Token id → row of `table` [vocab, hidden], widened to the compute type and multiplied.
 
-    __slots__ = ("compute", "multiplier", "nbytes", "table")
+    With a `group` each rank has the rows of some tokens, from `first` on, and gives zeros for the others; so the sum
+    over the ranks is exact.
+    """
 
-    def __init__(self, table: Tensor, multiplier: float, precision: Precision) -> None:
+    __slots__ = ("compute", "first", "group", "multiplier", "nbytes", "table")
+
+    def __init__(
+        self, table: Tensor, multiplier: float, precision: Precision, first: int = 0, group: Group | None = None
+    ) -> None:
         self.table = table
         self.multiplier = multiplier
         self.compute = precision.compute
         self.nbytes = table.nbytes
+        self.first = first
+        self.group = group
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         """[tokens] int64 → [tokens, hidden] in the compute type; the result is the caller's to change."""
-        rows = self.table.index_select(0, token_ids).to(self.compute)
+        if self.group is None:
+            rows = self.table.index_select(0, token_ids).to(self.compute)
+        else:
+            places, most = token_ids - self.first, len(self.table) - 1
+            rows = self.table.index_select(0, places.clamp(0, most)).to(self.compute)
+            rows = self.group.sum(rows.masked_fill_(((places < 0) | (places > most)).unsqueeze(1), 0.0))
         return rows if self.multiplier == 1.0 else rows.mul_(self.multiplier)
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
 from kvpool.budget import PoolPlan, cpu_budget, format_bytes, given_budget, gpu_budget, plan_pool
 from kvpool.formats import KVLayout
-from kvpool.memory import available_memory
+from kvpool.memory import Memory, available_memory
 from kvpool.storage import KVStorage
 from model.attention.base import Attention
 from model.attention.cpu import CpuAttention
@@ -23,12 +23,15 @@ from model.decoder import Decoder, Model
 from model.embedding import EmbeddingConfig
 from model.errors import ModelError
 from model.executor import Runner
+from model.follower import FollowingRunner, RankedGrammars
 from model.gate import PROMPTS, Distance, measure
 from model.grammar import Grammars
 from model.kernels.loaded import load_kernels
+from model.parallel import Group, Ranks
 from model.params import SamplingParams
 from model.pooling import read_embedding
 from model.precision import Precision, choose_device, choose_precision, dtype_name
+from model.shard import FLAG, Shard, check_split
 from model.source import ModelSource, resolve
 from model.tokenizer import load_tokenizer
 from model.weights import open_weights
@@ -53,6 +56,7 @@ class RunnerOptions:
     kv_cache_dtype: str = "auto"
     force_kv_cache_dtype: bool = False
     block_size: int = 16
+    tensor_parallel_size: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +66,7 @@ class LoadedModel:
     runner: Runner
     source: ModelSource
     model_config: ModelConfig
+    """Of a split model, as all bytes below, of this rank's part."""
     num_blocks: int
     """The null block included: what KVPool is made with."""
     block_size: int
@@ -84,14 +89,31 @@ class LoadedModel:
     embedding: EmbeddingConfig
 
 
-def load_runner(options: RunnerOptions, progress: Progress = lambda stage, detail: None) -> LoadedModel:
+def check_ranks(options: RunnerOptions) -> ModelSource:
+    """Whether the model can be split among `tensor_parallel_size` ranks here, before anything is loaded; its files.
+
+    Raises ModelError, one line, where it cannot.
+    """
+    size, source = options.tensor_parallel_size, resolve(options.model)
+    check_split(read_config(source), size)
+    if choose_device(options.device).type == "cuda" and torch.cuda.device_count() < size:
+        raise ModelError(f"{FLAG} {size}: torch sees {torch.cuda.device_count()} GPUs")
+    return source
+
+
+def load_runner(
+    options: RunnerOptions, progress: Progress = lambda stage, detail: None, ranks: Ranks | None = None
+) -> LoadedModel:
     """Load everything and run one step of each kind, so that the first request is as fast as the second.
 
+    `ranks`: those of a model that is split, which all call this, and come to pools of as many blocks.
     Raises ModelError or kvpool.budget.BudgetError, one line each, for what the user can mend.
     """
-    device = choose_device(options.device)
+    device = choose_device(options.device) if ranks is None else _place(options.device, ranks)
     source = resolve(options.model)
-    config = read_config(source)
+    whole = config = read_config(source)
+    if ranks is not None:
+        config = Shard(whole, ranks.rank, ranks.size).config
     embedding = read_embedding(source, config.hidden_size)
     kernels = load_kernels(lambda detail: progress("kernels", detail)) if device.type == "cpu" else None
     attention = CpuAttention(kernels) if kernels is not None else ReferenceAttention()
@@ -110,16 +132,27 @@ def load_runner(options: RunnerOptions, progress: Progress = lambda stage, detai
     if config.native:
         _layout(config, precision, options)
     if options.kv_cache_memory is not None:
-        budget = given_budget(options.kv_cache_memory, available_memory() if device.type == "cpu" else None)
+        budget = given_budget(options.kv_cache_memory, _memory(ranks) if device.type == "cpu" else None)
         if config.native:
             plan_pool(_layout(config, precision, options), budget, longest)
 
     progress("weights", f"{source.name}: {config.architecture}, {config.num_layers} layers, as {_types(precision)}")
     with torch.inference_mode():
-        model = load_model(source, config, attention, precision, device, longest)
-    progress("weights", f"{format_bytes(model.weight_bytes)} on {device}")
+        model = load_model(source, whole, attention, precision, device, longest, ranks)
+    weight_bytes = model.weight_bytes
+    progress("weights", f"{format_bytes(weight_bytes)} on {device}")
+    if ranks is not None:
+        ranks.connect(device)
+        weight_bytes = ranks.least(weight_bytes)  # the first guess of what steps cost, which must be the same on all
+        copies = ranks.size // whole.num_kv_heads
+        more = f"; each key head is on {copies} of them" if copies > 1 else ""
+        progress("ranks", f"{ranks.size}, each with as much{more}")
+        if device.type == "cpu":
+            progress("warning", f"{FLAG} is for GPUs: on a CPU threads do the same, and whole layers at a time")
 
-    plan = _plan(model, _layout(model.config, precision, options), options, longest, max_tokens, device)
+    plan = _plan(model, _layout(model.config, precision, options), options, longest, max_tokens, device, ranks)
+    if ranks is not None:
+        plan = replace(plan, num_blocks=ranks.least(plan.num_blocks))
     for line in plan.lines():
         progress("kv cache", line)
     max_model_len = longest
@@ -141,8 +174,10 @@ def load_runner(options: RunnerOptions, progress: Progress = lambda stage, detai
             progress("kv cache", "fitting keys to the model")
             fit_keys(model, storage.fit, encode(TEXT)[:longest], encode(""))
         distance = measure(model, layout, storage.fit, [encode(text)[:longest] for text in PROMPTS], device)
+        if ranks is not None:  # rank 0 has the logits
+            distance = Distance(*ranks.leading([distance.divergence, distance.agreement]))
         _admit(distance, layout.format.name, options.force_kv_cache_dtype, progress)
-    runner = Runner(model, storage, max_tokens, kernels)
+    runner = _kind(ranks)(model, storage, max_tokens, kernels)
     progress("warm-up", "one step of each kind")
     warm_up(runner, min(max_tokens, max_model_len, plan.num_tokens, layout.block_size))
     return LoadedModel(
@@ -153,7 +188,7 @@ def load_runner(options: RunnerOptions, progress: Progress = lambda stage, detai
         block_size=layout.block_size,
         kv_bytes=plan.bytes,
         kv_bytes_per_token=layout.bytes_per_token,
-        weight_bytes=model.weight_bytes,
+        weight_bytes=weight_bytes,
         device=str(device),
         dtype=dtype_name(precision.weights),
         kv_cache_dtype=layout.format.name,
@@ -161,7 +196,9 @@ def load_runner(options: RunnerOptions, progress: Progress = lambda stage, detai
         attention=attention.name,
         max_model_len=max_model_len,
         max_num_batched_tokens=max_tokens,
-        grammars=Grammars.of(partial(load_tokenizer, source), model.config.vocab_size),
+        grammars=(Grammars if ranks is None else RankedGrammars).of(
+            partial(load_tokenizer, source), model.config.vocab_size
+        ),
         rope_switch=model.rope_switch,
         embedding=embedding,
     )
@@ -174,10 +211,12 @@ def load_model(
     precision: Precision,
     device: torch.device,
     max_model_len: int,
+    group: Group | None = None,
 ) -> Model:
     """The native decoder, or transformers' own code for what it does not know. Raises ModelError."""
     if config.native:
-        return Decoder(config, open_weights(source, config), attention, precision, device, max_model_len)
+        weights = open_weights(source, config)
+        return Decoder(config, weights, attention, precision, device, max_model_len, group=group)
     if source.kind != "folder":
         raise ModelError(f"{source.path}: {config.architecture} can be served from a folder of safetensors only")
     # Imported here: transformers takes seconds, and a native model does not need it.
@@ -196,7 +235,9 @@ def warm_up(runner: Runner, count: int) -> None:
     runner.execute(Batch([Row(tokens, count, count - 1, 1, blocks, params)])).result()
 
 
-def profile(model: Model, layout: KVLayout, rows: int, count: int, device: torch.device) -> int:
+def profile(
+    model: Model, layout: KVLayout, rows: int, count: int, device: torch.device, kind: type[Runner] = Runner
+) -> int:
     """Bytes of a GPU's memory in use, by anybody, at the peak of a step with `rows` sequences and `count` tokens.
 
     All blocks of the dummy step are one block: what is computed means nothing, what it takes does.
@@ -206,7 +247,7 @@ def profile(model: Model, layout: KVLayout, rows: int, count: int, device: torch
     counts = [1] * (rows - 1) + [max(1, count - rows + 1)]
     batch = Batch([Row([0] * n, n, 0, n, [1] * layout.blocks_for(n), params) for n in counts])
     torch.cuda.reset_peak_memory_stats(device)
-    Runner(model, storage, sum(counts)).execute(batch).result()
+    kind(model, storage, sum(counts)).execute(batch).result()
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_reserved(device) - torch.cuda.memory_reserved(device)
     free, total = torch.cuda.mem_get_info(device)
@@ -214,19 +255,50 @@ def profile(model: Model, layout: KVLayout, rows: int, count: int, device: torch
 
 
 def _plan(
-    model: Model, layout: KVLayout, options: RunnerOptions, longest: int, max_tokens: int, device: torch.device
+    model: Model,
+    layout: KVLayout,
+    options: RunnerOptions,
+    longest: int,
+    max_tokens: int,
+    device: torch.device,
+    ranks: Ranks | None,
 ) -> PoolPlan:
     if device.type == "cuda":
         if options.kv_cache_memory is not None:
             return plan_pool(layout, given_budget(options.kv_cache_memory), longest)
-        used = profile(model, layout, min(options.max_num_seqs, max_tokens), min(max_tokens, longest), device)
+        used = profile(
+            model, layout, min(options.max_num_seqs, max_tokens), min(max_tokens, longest), device, _kind(ranks)
+        )
         torch.cuda.empty_cache()
         total = torch.cuda.mem_get_info(device)[1]
         return plan_pool(layout, gpu_budget(total, used, options.gpu_memory_utilization), longest)
-    memory = available_memory()
+    memory = _memory(ranks)
     if options.kv_cache_memory is not None:
         return plan_pool(layout, given_budget(options.kv_cache_memory, memory), longest)
     return plan_pool(layout, cpu_budget(layout, memory, options.max_num_seqs, longest), longest)
+
+
+def _kind(ranks: Ranks | None) -> type[Runner]:
+    return Runner if ranks is None or ranks.rank == 0 else FollowingRunner
+
+
+def _place(name: str, ranks: Ranks) -> torch.device:
+    """Where a rank computes: each has a GPU of its own, or its share of the processor."""
+    device = choose_device(name)
+    if device.type == "cpu":
+        torch.set_num_threads(max(1, torch.get_num_threads() // ranks.size))
+        return device
+    device = torch.device(device.type, ranks.rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _memory(ranks: Ranks | None) -> Memory:
+    """What is there for this process, on a CPU."""
+    memory = available_memory()
+    if ranks is None:
+        return memory
+    return Memory(memory.bytes // ranks.size, f"{memory.source}, for each of {ranks.size} ranks")
 
 
 def _layout(config: ModelConfig, precision: Precision, options: RunnerOptions) -> KVLayout:

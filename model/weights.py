@@ -27,6 +27,9 @@ MULTIMODAL_PREFIXES = ("model.language_model.", "language_model.model.")
 """Where Gemma 3's image models keep the text decoder: as transformers saves it now, and as it did."""
 OTHER_MODALITIES = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
 
+Part = tuple[slice, ...]
+"""Of the first dimensions, without steps; all of the others."""
+
 
 class WeightStore(Protocol):
     """Tensors under the names of a safetensors checkpoint (`model.layers.0.self_attn.q_proj.weight`)."""
@@ -35,8 +38,9 @@ class WeightStore(Protocol):
 
     def shape(self, name: str) -> Shape: ...
 
-    def get(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The tensor on the CPU; `dtype` None leaves it as it is stored, or float32 where it is quantised.
+    def get(self, name: str, dtype: torch.dtype | None = None, part: Part = ()) -> torch.Tensor:
+        """The tensor on the CPU, or a part of it; `dtype` None leaves it as it is stored, or float32 where it is
+        quantised. Of a GGUF file only the rows, of a mapped one only the pages that the part touches are read.
 
         The result may be a view of the mapped file: copy it before changing it. ModelError names a missing tensor.
         """
@@ -102,12 +106,13 @@ class SafetensorsStore:
         with _unreadable(self._folder, name):
             return tuple(file.get_slice(stored).get_shape())
 
-    def get(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def get(self, name: str, dtype: torch.dtype | None = None, part: Part = ()) -> torch.Tensor:
         file, stored = self._locate(name)
         with _unreadable(self._folder, name):
             tensor: torch.Tensor = file.get_tensor(stored)
         if not tensor.is_floating_point():
             raise ModelError(f"{self._folder}: the tensor {name} is of the type {tensor.dtype}, which is no float")
+        tensor = tensor[part]
         return tensor if dtype is None else tensor.to(dtype)
 
     def _locate(self, name: str) -> tuple[Any, str]:
@@ -169,24 +174,29 @@ class GGUFStore:
     def shape(self, name: str) -> Shape:
         return self._file.tensors[self._locate(name)].shape
 
-    def get(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def get(self, name: str, dtype: torch.dtype | None = None, part: Part = ()) -> torch.Tensor:
         stored = self._locate(name)
         tensor = self._file.tensors[stored]
         if dtype is None:
             dtype = {"F16": torch.float16, "BF16": torch.bfloat16}.get(tensor.format.name, torch.float32)
-        matrix = torch.empty(tensor.num_rows, tensor.row_elements, dtype=dtype)
+        pieces = (*part, *(slice(None) for _ in tensor.shape[len(part) :]))
+        wanted = [range(size)[piece] for size, piece in zip(tensor.shape, pieces, strict=True)]
+        rows = wanted[0] if len(wanted) == 2 else range(tensor.num_rows)
+        columns = slice(wanted[-1].start, wanted[-1].stop)
+        matrix = torch.empty(len(rows), len(wanted[-1]), dtype=dtype)
         step = self._file.rows_per_chunk(stored)
-        for start in range(0, tensor.num_rows, step):
-            stop = min(start + step, tensor.num_rows)
-            matrix[start:stop] = torch.from_numpy(self._file.rows(stored, start, stop))
-        return self._unpermuted(name, matrix.reshape(tensor.shape))
+        for start in range(rows.start, rows.stop, step):
+            stop = min(start + step, rows.stop)
+            chunk = torch.from_numpy(self._file.rows(stored, start, stop))
+            matrix[start - rows.start : stop - rows.start] = chunk[:, columns]
+        return self._unpermuted(name, matrix.reshape([len(piece) for piece in wanted]))
 
     def _unpermuted(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        part = name.rsplit(".", 2)[1]
-        if self._architecture not in PERMUTED or part not in ("q_proj", "k_proj"):
+        """Of whole heads, perhaps not all."""
+        if self._architecture not in PERMUTED or name.rsplit(".", 2)[1] not in ("q_proj", "k_proj"):
             return tensor
-        heads = self._config.num_heads if part == "q_proj" else self._config.num_kv_heads
-        return tensor[torch.from_numpy(row_order(heads, self._config.head_dim))]
+        dim = self._config.head_dim
+        return tensor[torch.from_numpy(row_order(len(tensor) // dim, dim))]
 
     def _locate(self, name: str) -> str:
         if name not in self._stored:

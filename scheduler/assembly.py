@@ -12,37 +12,40 @@ from kvpool.pool import KVPool
 from kvpool.slots import MemorySlots
 from kvpool.tier import Tier
 from model.fingerprint import fingerprint
-from model.runner import LoadedModel, RunnerOptions, load_runner
+from model.runner import LoadedModel, RunnerOptions, check_ranks, load_runner
 from scheduler.config import EngineConfig
 from scheduler.cost import CostModel
 from scheduler.engine import Engine
 from scheduler.limits import Limits
 from scheduler.messages import Ready
+from scheduler.ranks import Leader, Place
 
 Progress = Callable[[str, str], None]
 
 
-def assemble(config: EngineConfig, progress: Progress) -> tuple[Engine, Ready]:
-    """Load the model and build the engine. Raises ModelError, BudgetError or TierError for what the user can mend."""
+def assemble(config: EngineConfig, progress: Progress, place: Place | None = None) -> tuple[Engine, Ready]:
+    """Load the model and build the engine. `place`: among the ranks of a split model; without it this is rank 0, and
+    begins the others. Raises ModelError, BudgetError or TierError for what the user can mend."""
     began = time.monotonic()
     disk = claim(config.kv_disk) if config.kv_disk is not None else None
-    loaded = load_runner(
-        RunnerOptions(
-            model=config.model,
-            device=config.device,
-            dtype=config.dtype,
-            quantization=config.quantization,
-            max_model_len=config.max_model_len,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            kv_cache_memory=config.kv_cache_memory,
-            gpu_memory_utilization=config.gpu_memory_utilization,
-            kv_cache_dtype=config.kv_cache_dtype,
-            force_kv_cache_dtype=config.force_kv_cache_dtype,
-            block_size=config.block_size,
-        ),
-        progress,
+    options = RunnerOptions(
+        model=config.model,
+        device=config.device,
+        dtype=config.dtype,
+        quantization=config.quantization,
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        kv_cache_memory=config.kv_cache_memory,
+        gpu_memory_utilization=config.gpu_memory_utilization,
+        kv_cache_dtype=config.kv_cache_dtype,
+        force_kv_cache_dtype=config.force_kv_cache_dtype,
+        block_size=config.block_size,
+        tensor_parallel_size=config.tensor_parallel_size,
     )
+    if place is None and config.tensor_parallel_size > 1:
+        place = Leader(config, check_ranks(options).path)
+    loaded = load_runner(options, progress, None if place is None else place.ranks)
     tier = open_tier(config, loaded, disk, progress)
     window = loaded.model_config.window
     pool = KVPool(loaded.num_blocks, loaded.block_size, config.enable_prefix_caching, window, tier)
@@ -59,7 +62,11 @@ def assemble(config: EngineConfig, progress: Progress) -> tuple[Engine, Ready]:
     )
     cost = CostModel(loaded.weight_bytes)
     distance = loaded.kv_distance
-    engine = Engine(pool, loaded.runner, limits, time.monotonic, cost, loaded.grammars, loaded.runner.storage)
+    rest = cost, loaded.grammars, loaded.runner.storage
+    if place is None:
+        engine = Engine(pool, loaded.runner, limits, time.monotonic, *rest)
+    else:
+        engine = place.engine(pool, place.executor(loaded), limits, place.clock, *rest)
     return engine, Ready(
         max_model_len=loaded.max_model_len,
         vocab_size=loaded.model_config.vocab_size,

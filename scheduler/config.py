@@ -37,3 +37,5 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """On a CPU: seconds that a step with a prompt chunk in it should not exceed."""
     num_speculative_tokens: int = 8
     """Longest draft of a sequence, in tokens; 0: no speculation."""
+    tensor_parallel_size: int = 1
+    """Processes that each hold a part of every layer, on a GPU each."""

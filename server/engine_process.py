@@ -7,6 +7,7 @@ begin the process ─ settings ─ bind ─ import FastAPI and the rest ─ list
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -61,9 +62,9 @@ class EngineProcess:
     def __init__(self, worker: Sequence[str] | None = None) -> None:
         """The child has one end of a socket pair, `sock` is the other.
 
-        It reads end of file when this process dies, however it dies, and ends itself. It has a process group of its
-        own, so that Ctrl-C in a terminal reaches only this process, which drains first. OSError where there is no room
-        for a process.
+        It reads end of file when this process dies, however it dies, and ends itself, and with it the other ranks of a
+        split model, its children. It has a process group of its own, so that Ctrl-C in a terminal reaches only this
+        process, which drains first. OSError where there is no room for a process.
         """
         self.sock, theirs = socket.socketpair()
         self.sock.setblocking(False)
@@ -96,8 +97,10 @@ class EngineProcess:
         return stat.rpartition(b")")[2].split()[0] in (b"T", b"t")
 
     def show_stacks(self) -> None:
-        """Ask it for the stacks of its threads. It takes no lock for that, and no step's end."""
-        self._process.send_signal(STACKS)
+        """Ask it, and the other ranks of a split model, for the stacks of all threads. It takes no lock, and no step's
+        end."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, STACKS)
 
     def kill(self) -> None:
         """End it now."""

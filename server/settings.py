@@ -97,6 +97,9 @@ class Settings(BaseSettings):
     quantization: Literal["int8"] | None = flag(
         None, "Model", "int8: quantise the matrices as they are loaded, on a CPU; by default not"
     )
+    tensor_parallel_size: int = flag(
+        1, "Model", "processes that each hold a part of every layer, on a GPU each", "N", ge=1, le=64
+    )
     max_model_len: int | None = flag(
         None, "Model", "context length in tokens; by default the model's own", "TOKENS", ge=16, le=2**24
     )
@@ -272,6 +275,8 @@ class Settings(BaseSettings):
             raise ValueError("--kv-disk and --kv-host-memory: there is one tier behind the pool, so name one of them")
         if tiers and not self.enable_prefix_caching:
             raise ValueError(f"--{tiers[0].replace('_', '-')} keeps cached prefixes: it needs --enable-prefix-caching")
+        if tiers and self.tensor_parallel_size > 1:
+            raise ValueError(f"--{tiers[0].replace('_', '-')} and --tensor-parallel-size: a split pool has no tier")
         return self
 
     @classmethod

@@ -37,11 +37,11 @@ class Tensors:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self.tensors[name].shape)
 
-    def get(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def get(self, name: str, dtype: torch.dtype | None = None, part: tuple[slice, ...] = ()) -> torch.Tensor:
         self.asked.append(name)
         if name not in self.tensors:
             raise ModelError(f"the tensor {name} is missing")
-        tensor = self.tensors[name]
+        tensor = self.tensors[name][part]
         return tensor if dtype is None else tensor.to(dtype)
 
 

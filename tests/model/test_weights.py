@@ -267,3 +267,23 @@ def test_the_text_decoder_of_an_image_model(prefix: str, tiny_folder: TinyFolder
     assert config.native
     assert store.names() == set(tensors)
     assert torch.equal(store.get("model.norm.weight"), tensors["model.norm.weight"])
+
+
+def test_parts_of_tensors(
+    tiny_folder: TinyFolder, tiny: Callable[[str], Any], write_gguf: Write, tmp_path: Path
+) -> None:
+    """Whole heads of what the converter permutes, rows and columns of the rest, a piece of a vector."""
+    tensors = saved(tiny_folder("llama-bias"))
+    path = write_family(tmp_path / "tiny.gguf", "llama", tiny("llama-bias"), tensors, write_gguf)
+    source = ModelSource("gguf", path, "tiny")
+    folder, _ = opened(tiny_folder("llama-bias"))
+    for store in (folder, open_weights(source, read_config(source))):
+        for name, part in (
+            ("self_attn.q_proj.weight", (slice(32, 64),)),
+            ("self_attn.q_proj.bias", (slice(16, 48),)),
+            ("self_attn.o_proj.weight", (slice(None), slice(32, 64))),
+            ("mlp.down_proj.weight", (slice(8, 9), slice(0, 48))),
+            ("mlp.down_proj.weight", ()),
+        ):
+            whole = tensors[f"model.layers.1.{name}"]
+            assert torch.equal(store.get(f"model.layers.1.{name}", torch.float32, part), whole[part]), name
