@@ -62,9 +62,7 @@ def assemble(config: EngineConfig, progress: Progress) -> tuple[Engine, Ready]:
     depth = int(not loaded.device.startswith("cpu") if overlap is None else overlap)
     cost = CostModel(loaded.weight_bytes)
     distance = loaded.kv_distance
-    engine = Engine(
-        pool, loaded.runner, limits, time.monotonic, cost, loaded.grammars, loaded.runner.storage, depth
-    )
+    engine = Engine(pool, loaded.runner, limits, time.monotonic, cost, loaded.grammars, loaded.runner.storage, depth)
     return engine, Ready(
         max_model_len=loaded.max_model_len,
         vocab_size=loaded.model_config.vocab_size,

@@ -15,10 +15,11 @@ class StateCorrupt(AssertionError):
 def check(state: SchedulerState, requests: Iterable[Request]) -> None:
     """Raise StateCorrupt or PoolCorrupt where an invariant is broken. O(everything).
 
-    The pool's own (`KVPool.check`) over the tables of the running sequences and the retired ones, and no others; every living sequence is in
-    exactly one place, the one its phase names; num_computed ≤ capacity of the table, and at least one token is left to
-    compute, save for a beam that waits for the others and a row that waits for its token; who does not run holds no block; of a search either
-    all live beams run, or one and no other is born; a matcher has followed every token.
+    The pool's own (`KVPool.check`) over the tables of the running sequences, the retired ones, and no others; every
+    living sequence is in exactly one place, the one its phase names; num_computed ≤ capacity of the table, and at least
+    one token is left to compute, save for a beam that waits for the others and a row in flight that waits for its token;
+    tokens are ahead only of who is in flight; who does not run holds no block; of a search either all live beams run, or
+    one and no other is born; a matcher has followed every token.
     """
     places = {Phase.RUNNING: list(state.running), Phase.WAITING: list(state.waiting), Phase.UNBORN: list[Sequence]()}
     size = state.pool.block_size
@@ -61,7 +62,9 @@ def check(state: SchedulerState, requests: Iterable[Request]) -> None:
                 _require(flies or not sequence.ahead, f"{sequence.rank}: {sequence.ahead} tokens come from nowhere")
                 _require(computed + (not idle) <= known <= sequence.limit, f"{sequence.rank}: nothing left to do")
             else:
-                _require(held == computed == sequence.ahead == 0, f"{sequence.rank} holds {held} blocks and does not run")
+                _require(
+                    held == computed == sequence.ahead == 0, f"{sequence.rank} holds {held} blocks and does not run"
+                )
     state.pool.check([*(s.table for s in state.running), *(table for table, _ in state.retired.tables)])
 
 

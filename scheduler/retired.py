@@ -1,6 +1,6 @@
 """Retired: the tables of sequences that run no more, while a step in flight still writes to their blocks.
 
-      launch k ─────────────── its sequence ends ──────── step k has ended: its blocks are free
+launch k ─────────────── its sequence ends ──────── step k has ended: its blocks are free
 """
 
 from __future__ import annotations

@@ -74,8 +74,8 @@ class Speculation:
         return replace(work, rows=work.rows + drafted, context=work.context + int(read))
 
     def awaits(self, sequence: Sequence, row: Row) -> bool:
-        """Whether the next step of a sequence had better wait until the token that this row draws is read, because it may
-        have a draft then: the last one was right, or it is time to look for one."""
+        """Whether a sequence had better wait for the token that this row draws, because it may have a draft then: the
+        last one was right, or it is time to look for one."""
         if not self._most or self._price > LONG_GUESS or self._room(sequence) <= 0:
             return False
         lucky = sequence.drafter is not None and sequence.drafter.lucky

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from model.batch import Batch, Pending, Row, StepResult
+from model.batch import Batch, Pending, StepResult
 
 if TYPE_CHECKING:
     from kvpool.pool import KVPool
