@@ -96,6 +96,7 @@ class Engine:
         """Apply the messages, launch one step if anybody has work, and collect one. A row that fails ends alone: this
         raises only where the runner fails whatever it is given."""
         self._report = Report()
+        self._counters.step_tokens = 0  # Perhaps none is collected.
         for message in self._compiling.ready(inbox, idle=not self._busy):
             if isinstance(message, Submit):
                 self._submit(message)

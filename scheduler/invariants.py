@@ -17,8 +17,8 @@ def check(state: SchedulerState, requests: Iterable[Request]) -> None:
 
     The pool's own (`KVPool.check`) over the tables of the running sequences, the retired ones, and no others; every
     living sequence is in exactly one place, the one its phase names; num_computed ≤ capacity of the table, and at least
-    one token is left to compute, save for a beam that waits for the others and a row in flight that waits for its token;
-    tokens are ahead only of who is in flight; who does not run holds no block; of a search either all live beams run, or
+    one token is left to compute, save for a beam that waits for the others and a row in flight that waits for its own;
+    only who is in flight has tokens ahead; who does not run holds no block; of a search either all live beams run, or
     one and no other is born; a matcher has followed every token.
     """
     places = {Phase.RUNNING: list(state.running), Phase.WAITING: list(state.waiting), Phase.UNBORN: list[Sequence]()}

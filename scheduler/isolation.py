@@ -4,8 +4,8 @@
 
 Every row is tried twice before it fails. Trying again is sound: nothing of a step is committed before its result, a row
 writes only to positions ≥ its start in blocks that are its own, and it writes them again. Block copies are not
-repeated, for their source may have been written to since: they are a step of their own, before. A step that was launched
-behind one that raised is ended first, unread: it began with tokens, or keys, that never came.
+repeated, for their source may have been written to since: they are a step of their own, before. A step launched behind
+one that raised is ended first, unread: it began with tokens, or keys, that never came.
 
 What ran out of memory gets it back first: an exception holds the frames it passed, and they the tensors of the step.
 """
@@ -70,7 +70,7 @@ def launch(executor: Executor, batch: Batch) -> Pending:
 
 def collect(executor: Executor, batch: Batch, pending: Pending, land: Callable[[], None] = lambda: None) -> Outcome:
     """Wait for a step. Where it raised, its rows are computed again in smaller parts; never raises for a row's sake.
-    `land` ends what was launched behind it, before anything is computed again. All tokens of its rows are known by now."""
+    `land` ends what was launched behind it, before that. All tokens of its rows are known by now."""
     try:
         return Outcome(pending.result())
     except Exception as error:
