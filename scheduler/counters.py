@@ -13,7 +13,7 @@ from scheduler.policy import SchedulerState
 
 @dataclass(slots=True)
 class Counters:
-    """They never fall, save the last three: of the step collected last, and no tokens where the last call collected none."""
+    """They never fall, save the last three: of the step collected last. No tokens: the last call collected none."""
 
     preemptions: int = 0
     prefix_queried_tokens: int = 0

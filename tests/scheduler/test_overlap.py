@@ -122,15 +122,17 @@ WAITING: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("changes", WAITING, ids=lambda changes: next(iter(changes)))
 def test_whose_draws_need_the_last_token_sits_a_step_out(world: type[World], changes: dict[str, Any]) -> None:
-    it = asynchronous(world)
-    others = [it.add(range(20 + i, 29), max_tokens=40) for i in range(2 * STALLED)]
+    it = asynchronous(world, blocks=200)
+    other, *_ = (it.add(range(20 + i, 29), max_tokens=40) for i in range(2 * STALLED))
     special = with_params(it, it.add(range(9), max_tokens=6), **changes)
+    calls: dict[int, list[int]] = {other: [], special: []}
+    for number in range(50):
+        for request in it.step().ids:
+            calls.get(request, []).append(number)
     it.run()
-    assert len(it.times[special]) == 6
     it.verify()
-    first, last = min(it.times[special]), max(it.times[special])
-    beside = [time for time in it.times[others[0]] if first <= time <= last]
-    assert len(beside) == 2 * 6 - 1
+    assert {b - a for a, b in itertools.pairwise(calls[other])} == {1}
+    assert {b - a for a, b in itertools.pairwise(calls[special])} == {2}
 
 
 def test_alone_nobody_sits_out(world: type[World]) -> None:
@@ -218,7 +220,7 @@ def test_preemption_reads_first(world: type[World], hopeful: None) -> None:
     assert it.last.stats.preemptions > 0
 
 
-@pytest.mark.parametrize("places", [[4], [4, 5], [6, 13, 14, 15]])
+@pytest.mark.parametrize("places", [[4], [4, 5], [6, 13, 14]])
 def test_a_step_that_fails_takes_the_one_behind_it_along(world: type[World], places: list[int]) -> None:
     """Both are computed again, and nobody notices."""
     it = asynchronous(world)
@@ -232,7 +234,7 @@ def test_a_step_that_fails_takes_the_one_behind_it_along(world: type[World], pla
     it.runner.raises = raises
     for start in range(5):
         it.add(range(start, 9), max_tokens=20, n=1 + start % 2)
-    it.add(range(60), max_tokens=3, prompt_logprobs=0)
+    it.add(range(100, 160), max_tokens=3, prompt_logprobs=0)
     it.run()
     it.verify()
     assert steps > max(places)
