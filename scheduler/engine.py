@@ -245,7 +245,8 @@ class Engine:
         seconds, self._collected = now - max(flight.launched, self._collected), now
         counters = self._counters
         rows = flight.batch.rows
-        counters.step(rows, outcome, seconds)
+        ended = {number for number, s in enumerate(flight.plan.counts) if s.phase is Phase.FINISHED}
+        counters.step(rows, outcome, seconds, ended)
         counters.step_tokens = flight.work.rows + flight.work.prefill
         failures = outcome.failures
         if failures:
