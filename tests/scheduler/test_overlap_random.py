@@ -134,6 +134,7 @@ def tell(it: World, other: World) -> None:
 def test_streams_do_not_know_the_depth(rng: random.Random, mix: Mix) -> None:
     switch = rng.choice([None, 24]) if mix.window is None else None
     alone, ahead = (make(mix, depth, switch) for depth in (0, 1))
+    alone.engine.check = lambda: None  # type: ignore[method-assign]  # What others test takes half of the time.
     stems = [[rng.randrange(12) for _ in range(30)] for _ in range(2)]
     for _ in range(STEPS):
         busy = sum(stream.finish is FinishReason.RUNNING for stream in ahead.streams.values())
