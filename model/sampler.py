@@ -115,7 +115,7 @@ def _draw(scores: torch.Tensor, rows: Sequence[Row], checked: frozenset[int]) ->
 
 
 def _numbers(rows: Sequence[Row]) -> NDArray[np.float64]:
-    return uniforms([row.params.seed for row in rows], [row.index for row in rows], [len(row.tokens) for row in rows])
+    return uniforms([row.params.seed for row in rows], [row.index for row in rows], [row.length for row in rows])
 
 
 def inverse_cdf(probs: torch.Tensor, numbers: NDArray[np.float64]) -> NDArray[np.int64]:

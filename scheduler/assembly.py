@@ -51,6 +51,7 @@ def assemble(config: EngineConfig, progress: Progress, place: Place | None = Non
     pool = KVPool(loaded.num_blocks, loaded.block_size, config.enable_prefix_caching, window, tier)
     if window is not None:
         progress("kv cache", f"every layer slides: a sequence keeps the blocks of its last {window:,} tokens")
+    on_cpu = loaded.device.startswith("cpu")
     limits = Limits(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=loaded.max_num_batched_tokens,
@@ -58,13 +59,20 @@ def assemble(config: EngineConfig, progress: Progress, place: Place | None = Non
         rope_switch=loaded.rope_switch,
         num_speculative_tokens=config.num_speculative_tokens,
         # A GPU's step time hardly depends on the chunk until the token budget is full: nothing to learn there.
-        target_step_time=config.target_step_time if loaded.device.startswith("cpu") else None,
+        target_step_time=config.target_step_time if on_cpu else None,
     )
+    overlap = config.async_scheduling
+    if overlap and on_cpu:
+        progress(
+            "warning", "--async-scheduling buys nothing on a CPU: what would plan ahead are the cores that compute"
+        )
+    # Only rank 0 draws: another's next step would begin with tokens that lie on no device of its.
+    depth = 0 if place is not None else int(not on_cpu if overlap is None else overlap)
     cost = CostModel(loaded.weight_bytes)
     distance = loaded.kv_distance
     rest = cost, loaded.grammars, loaded.runner.storage
     if place is None:
-        engine = Engine(pool, loaded.runner, limits, time.monotonic, *rest)
+        engine = Engine(pool, loaded.runner, limits, time.monotonic, *rest, depth)
     else:
         engine = place.engine(pool, place.executor(loaded), limits, place.clock, *rest)
     return engine, Ready(

@@ -39,3 +39,5 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Longest draft of a sequence, in tokens; 0: no speculation."""
     tensor_parallel_size: int = 1
     """Processes that each hold a part of every layer, on a GPU each."""
+    async_scheduling: bool | None = None
+    """Plan and launch a step while the one before it runs; None: not on a CPU, where the same cores would do both."""

@@ -4,7 +4,8 @@
 
 Every row is tried twice before it fails. Trying again is sound: nothing of a step is committed before its result, a row
 writes only to positions ≥ its start in blocks that are its own, and it writes them again. Block copies are not
-repeated, for their source may have been written to since: they are a step of their own, before.
+repeated, for their source may have been written to since: they are a step of their own, before. A step launched behind
+one that raised is ended first, unread: it began with tokens, or keys, that never came.
 
 What ran out of memory gets it back first: an exception holds the frames it passed, and they the tensors of the step.
 """
@@ -13,7 +14,8 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from model.batch import BAD_GRAMMAR, BAD_LOGITS, Batch, Executor, Pending, Row, StepResult
@@ -34,11 +36,12 @@ class Outcome:
     failures: dict[int, Exception] = field(default_factory=dict)
     """By row number: why it fails; its entries in `result` say nothing."""
 
-    def reasons(self, rows: Sequence[Row]) -> list[str]:
-        """Of the rows that fail. One with a draft is computed anew before its logits count."""
-        found = [MEMORY if out_of_memory(error) else RAISED for error in self.failures.values()]
+    def reasons(self, rows: Sequence[Row], ended: Collection[int] = ()) -> list[str]:
+        """Of the rows that fail, those whose sequence had `ended` aside. One with a draft is computed anew before its
+        logits count."""
+        found = [MEMORY if out_of_memory(error) else RAISED for n, error in self.failures.items() if n not in ended]
         for number, row in enumerate(rows):
-            drawn = self.result.tokens[number][:1]
+            drawn = self.result.tokens[number][:1] if number not in ended else []
             if BAD_LOGITS in drawn and not row.draft:
                 found.append(LOGITS)
             elif BAD_GRAMMAR in drawn:
@@ -59,20 +62,32 @@ class Broken:
 def launch(executor: Executor, batch: Batch) -> Pending:
     """Enqueue a step. Whatever its rows raise comes with the result."""
     if batch.copies:
-        executor.execute(Batch([], batch.copies)).result()
+        executor.execute(Batch([], batch.copies))
     try:
-        return executor.execute(Batch(batch.rows))
+        return executor.execute(Batch(batch.rows, after=batch.after))
     except Exception as error:
         return Broken(error)
 
 
-def collect(executor: Executor, batch: Batch, pending: Pending) -> Outcome:
-    """Wait for a step. Where it raised, its rows are computed again in smaller parts; never raises for a row's sake."""
+def collect(executor: Executor, batch: Batch, pending: Pending, land: Callable[[], None] = lambda: None) -> Outcome:
+    """Wait for a step. Where it raised, its rows are computed again in smaller parts; never raises for a row's sake.
+    `land` ends what was launched behind it, before that."""
     try:
         return Outcome(pending.result())
     except Exception as error:
         _note(error, len(batch.rows))
+    land()
+    for row in batch.rows:
+        row.source = -1  # What the step before drew is known by now.
+        if len(row.tokens) < row.length:  # Its sequence ended instead: any token does, for nobody looks at the row.
+            row.tokens = [*row.tokens, 0]
     return _again(executor, batch.rows)
+
+
+def end(pending: Pending) -> None:
+    """Wait for a step whose result does not matter, nor what it raised."""
+    with suppress(Exception):
+        pending.result()
 
 
 def out_of_memory(error: Exception) -> bool:

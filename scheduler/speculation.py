@@ -18,7 +18,7 @@ from dataclasses import replace
 from kvpool.pool import KVPool
 from model.batch import Row
 from scheduler.cost import CostModel, Work
-from scheduler.drafter import Drafter
+from scheduler.drafter import LONG_GUESS, Drafter
 from scheduler.limits import Limits
 from scheduler.policy import Plan
 from scheduler.sequence import Phase, Sequence
@@ -42,10 +42,12 @@ class Speculation:
         """Positions of a step that may draw: each needs memory for its logits."""
         self._switch = limits.rope_switch
         self._timed = limits.target_step_time is not None
+        self._worthwhile = False
+        """Whether there was room for a draft in the last step, and the surest guess was worth its price."""
 
     def attach(self, step: Plan, rows: list[Row]) -> Work:
         """Put drafts on rows of a plan, whose own blocks are all there; the plan's work and theirs."""
-        work = step.work
+        work, self._worthwhile = step.work, False
         # Where steps have a length to keep, what one with a prompt may take was given to the prompt.
         if not self._most or not work.rows or (work.prefill and self._timed):
             return work
@@ -54,9 +56,11 @@ class Speculation:
         # All rows wait for a guess: for its row, and for what it reads of a context of the usual length.
         guess = work.rows * self._cost.row_seconds + GUESS_READS * work.context * self._cost.read_seconds
         price = max(LEAST_PRICE, guess / seconds)
+        self._worthwhile = left > 0 and price < LONG_GUESS
         drafted, read = 0, 0.0
         for row, sequence in zip(rows, step.counts, strict=True):
-            most = min(left - drafted, self._room(sequence)) if row.samples and row.count == 1 else 0
+            known = row.samples and row.count == 1 and row.source < 0
+            most = min(left - drafted, self._room(sequence)) if known else 0
             if most > 0:
                 if sequence.drafter is None:
                     sequence.drafter = Drafter(sequence.tokens)
@@ -66,6 +70,15 @@ class Speculation:
                 drafted += len(row.draft)
                 read += GUESS_READS * len(row.draft) * row.start
         return replace(work, rows=work.rows + drafted, context=work.context + int(read))
+
+    def awaits(self, sequence: Sequence, row: Row) -> bool:
+        """Whether a sequence had better wait for the token that this row draws, because a draft is likely to pay then:
+        only a row whose tokens are all known can have one."""
+        if not self._worthwhile or self._room(sequence) <= 0:
+            return False
+        if sequence.drafter is None:
+            sequence.drafter = Drafter(sequence.tokens)
+        return sequence.drafter.watch()
 
     def settle(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         """A draft was verified: learn from it, and give back the blocks of what was wrong."""

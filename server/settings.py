@@ -174,6 +174,9 @@ class Settings(BaseSettings):
     num_speculative_tokens: int = flag(
         8, "Scheduling", "tokens guessed at most from earlier text, where that pays; 0: none", "N", ge=0, le=64
     )
+    async_scheduling: bool | None = flag(
+        None, "Scheduling", "plan and launch a step while the one before it runs; by default on a GPU, not on a CPU"
+    )
     max_queued_requests: int = flag(
         2048, "Scheduling", "sequences that may wait beyond --max-num-seqs; more are refused with 429", "N", ge=0
     )
@@ -277,6 +280,12 @@ class Settings(BaseSettings):
             raise ValueError(f"--{tiers[0].replace('_', '-')} keeps cached prefixes: it needs --enable-prefix-caching")
         if tiers and self.tensor_parallel_size > 1:
             raise ValueError(f"--{tiers[0].replace('_', '-')} and --tensor-parallel-size: a split pool has no tier")
+        return self
+
+    @model_validator(mode="after")
+    def _ranks(self) -> Settings:
+        if self.async_scheduling and self.tensor_parallel_size > 1:
+            raise ValueError("--async-scheduling and --tensor-parallel-size: of several ranks only the first draws")
         return self
 
     @classmethod
