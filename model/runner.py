@@ -24,7 +24,7 @@ from model.embedding import EmbeddingConfig
 from model.errors import ModelError
 from model.executor import Runner
 from model.grammar import Grammars
-from model.kernels.loaded import load_kernels
+from model.kernels.loaded import Kernels, load_kernels
 from model.params import SamplingParams
 from model.pooling import read_embedding
 from model.precision import Precision, choose_device, choose_precision, dtype_name
@@ -89,7 +89,7 @@ def load_runner(options: RunnerOptions, progress: Progress = lambda stage, detai
     config = read_config(source)
     embedding = read_embedding(source, config.hidden_size)
     kernels = load_kernels(lambda detail: progress("kernels", detail)) if device.type == "cpu" else None
-    attention = CpuAttention(kernels) if kernels is not None else ReferenceAttention()
+    attention = choose_attention(device, kernels, progress)
     precision = choose_precision(
         options.dtype,
         options.kv_cache_dtype,
@@ -155,6 +155,20 @@ def load_runner(options: RunnerOptions, progress: Progress = lambda stage, detai
         rope_switch=model.rope_switch,
         embedding=embedding,
     )
+
+
+def choose_attention(device: torch.device, kernels: Kernels | None, progress: Progress) -> Attention:
+    """The compiled kernels on a CPU, Triton's on a GPU; plain torch, with a warning on a GPU, where there are none."""
+    if kernels is not None:
+        return CpuAttention(kernels)
+    if device.type == "cuda":
+        try:
+            from model.attention.triton import TritonAttention  # here: only a GPU has triton
+        except ImportError as error:
+            progress("warning", f"plain torch instead of our kernels for GPUs, which is several times slower: {error}")
+        else:
+            return TritonAttention(device)
+    return ReferenceAttention()
 
 
 def load_model(
