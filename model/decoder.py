@@ -163,9 +163,7 @@ class Decoder:
         return layer.output(attended.reshape(tokens, heads * dim))
 
 
-def _fused(
-    config: ModelConfig, layers: list[Layer], precision: Precision, attention: Attention
-) -> LayersAtOnce | None:
+def _fused(config: ModelConfig, layers: list[Layer], precision: Precision, attention: Attention) -> LayersAtOnce | None:
     if attention.name != "triton":
         return FusedLayers.of(config, layers, precision)
     # Imported here: only a GPU has triton.

@@ -94,9 +94,7 @@ def attend(
             inside = inside & (n > start - window)
         block = tl.load(tables + row * width + n // BLOCK, mask=inside, other=0).to(tl.int64)
         tile, slot = block * KV_HEADS + head, n % BLOCK
-        k0, k1 = halves(
-            keys, tile[None, :], slot[None, :], dk, inside[None, :], DIM, HALF, BLOCK, KEY_BITS, DOT, ASM
-        )
+        k0, k1 = halves(keys, tile[None, :], slot[None, :], dk, inside[None, :], DIM, HALF, BLOCK, KEY_BITS, DOT, ASM)
         scores = tl.dot(q1, k1, tl.dot(q0, k0, input_precision="tf32x3"), input_precision="tf32x3")
         if KEY_BITS <= 8:
             found = tl.load(scale_at(keys, tile, slot, DIM, BLOCK, KEY_BITS), mask=inside, other=0.0)

@@ -109,7 +109,7 @@ def scale_at(plane, tile, slot, DIM: tl.constexpr, BLOCK: tl.constexpr, BITS: tl
 @triton.jit
 def signed_dot(x, signs, sums, DOT: tl.constexpr):
     """sums + x · signs for x float32 and a matrix of 0, 1 and -1 of the type DOT, as exact as float32 is."""
-    if DOT == tl.float32:
+    if tl.float32 == DOT:
         return tl.dot(x, signs, sums, input_precision="tf32x3")
     else:  # 24 bits in three times 8
         first = x.to(DOT)
@@ -165,9 +165,7 @@ def store(
     else:
         broken = tl.sum(x0 - x0, axis=1, keep_dims=True) + tl.sum(x1 - x1, axis=1, keep_dims=True)
         if BITS == 8:
-            top = tl.maximum(
-                tl.max(tl.abs(x0), axis=1, keep_dims=True), tl.max(tl.abs(x1), axis=1, keep_dims=True)
-            )
+            top = tl.maximum(tl.max(tl.abs(x0), axis=1, keep_dims=True), tl.max(tl.abs(x1), axis=1, keep_dims=True))
             scale = (tl.minimum(tl.div_rn(top, 127.0), LARGEST) + broken).to(tl.float16)
             at = plane + tile * SIZE + slot * DIM + d
             tl.store(at, eighth(x0, scale.to(tl.float32)), mask=mask)

@@ -44,4 +44,3 @@ def dot_type(query: torch.dtype, pool: torch.dtype) -> tl.dtype:
 
 def torch_type(dot: tl.dtype) -> torch.dtype:
     return {tl.float16: torch.float16, tl.bfloat16: torch.bfloat16, tl.float32: torch.float32}[dot]
-

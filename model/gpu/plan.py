@@ -32,7 +32,6 @@ WAVES = 2
 COLUMNS = 5
 
 
-
 def power(least: int, size: int) -> int:
     """The smallest power of two that is neither below `least`, one itself, nor below `size`."""
     return max(least, 1 << (size - 1).bit_length())
@@ -121,6 +120,4 @@ def _move(arrays: list[Ints], device: torch.device) -> list[Tensor]:
     for array, begin in zip(arrays, begins, strict=True):
         packed[begin : begin + array.size] = array.ravel()
     moved = to_device(packed, device)
-    return [
-        moved[begin : begin + array.size].view(array.shape) for array, begin in zip(arrays, begins, strict=True)
-    ]
+    return [moved[begin : begin + array.size].view(array.shape) for array, begin in zip(arrays, begins, strict=True)]
