@@ -1,4 +1,4 @@
-"""Attention by our own Triton kernels: see `model/gpu/attention.py`. Needs triton, which a CUDA build of torch brings."""
+"""Attention by our own Triton kernels: see `model/gpu/attention.py`. Needs triton; a CUDA build of torch brings it."""
 
 from __future__ import annotations
 

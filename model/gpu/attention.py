@@ -1,4 +1,4 @@
-"""Attention over the pool: one kernel for prompts, chunks, drafts and decode, and one that puts split contexts together.
+"""Attention over the pool: one kernel for prompts, chunks, drafts and decode, and one that joins split contexts.
 
     a tile of queries     the GROUP heads that read one key head, of as many neighbouring queries as fit: [ROWS, dim]
     an item of work       such a tile and a range of its keys; which there are: `model.gpu.plan`

@@ -1,6 +1,6 @@
-"""Keys and values in the pool, as kernels of a GPU read and write them. Layout and codes: kvpool/plane.py, kvpool/codes.py.
+"""Keys and values in the pool as a GPU's kernels read and write them. The layout: kvpool/plane.py, kvpool/codes.py.
 
-A vector is handled in two halves, for a byte of 4-bit codes holds value j and value j + dim / 2: so nibbles are never put
+A vector is handled in two halves, for a byte of 4-bit codes holds values j and j + dim / 2: so nibbles are never put
 in order, and a score is two products of half the width. HALF is a half rounded up to a power of two.
 """
 
@@ -11,7 +11,7 @@ SPREAD = tl.constexpr(46.47)
 LARGEST = tl.constexpr(65504.0)
 ROUND = tl.constexpr(12582912.0)  # 1.5 · 2²³: adding it leaves a float32 no place for a fraction
 
-# Four bytes of codes become 4 low and 4 high bfloat16 values. A nibble without its sign selects one byte of eight, which
+# Four bytes of codes become 4 low and 4 high bfloat16 values. A nibble without its sign selects a byte of eight, which
 # is what prmt does: `h` are the high bytes of the levels, `l` the low ones. Nibbles come as low, high, low, high.
 LOOK_UP = tl.constexpr(
     """

@@ -81,10 +81,8 @@ def gate(gate_up, out, WIDTH: tl.constexpr, PLACES: tl.constexpr, SILU: tl.const
     inside = d < WIDTH
     g = tl.load(gate_up + row * (2 * WIDTH) + d, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * (2 * WIDTH) + WIDTH + d, mask=inside, other=0.0).to(tl.float32)
-    if SILU:
-        slope = g
-    else:  # 1 + tanh(z) is twice the sigmoid of 2 z
-        slope = 1.5957691216057308 * (g + 0.044715 * g * g * g)
+    # 1 + tanh(z) is twice the sigmoid of 2 z.
+    slope = g if SILU else 1.5957691216057308 * (g + 0.044715 * g * g * g)
     tl.store(out + row * WIDTH + d, g / (1.0 + tl.exp(-slope)) * up, mask=inside)
 
 

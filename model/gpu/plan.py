@@ -3,7 +3,7 @@
     an item     row | first query | first key | end of the keys | part     the part is -1 where the item has all keys
     a merge     row | first query | first part | number of parts           one for each tile of queries that was split
 
-Decode rows and short drafts fit a small tile; the rows of chunks get a large one, in a launch of their own. A context is
+Decode rows and short drafts fit a small tile; rows of chunks get a large one, in a launch of their own. A context is
 split where one program would otherwise work long after all others are done: no item has more than its share of the
 launch's keys. So there are at most WAVES · programs / kv_heads items more than tiles, whatever the contexts are, and a
 captured step can reserve them.

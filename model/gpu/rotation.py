@@ -58,7 +58,10 @@ def turn(
 def turning(
     x: Tensor, out: Tensor, dot: tl.dtype, *, balance: Tensor | None = None, group: int = 1, back: bool = False
 ) -> Launch:
-    """x [tokens, heads, head_dim], a token's heads contiguous → out, contiguous. balance float32 [heads / group, head_dim]."""
+    """x [tokens, heads, head_dim], a token's heads contiguous → out, contiguous.
+
+    balance float32 [heads / group, head_dim] multiplies x before.
+    """
     tokens, heads, dim = x.shape
     rows = tokens * heads
     return Launch(

@@ -1,5 +1,5 @@
-"""From what the QKV projection gives to what attention reads, in one kernel: norms of heads, rotary embedding, the fit and
-rotation of 4-bit keys, codes, and the places in the pool."""
+"""From what the QKV projection gives to what attention reads, in one kernel: norms of heads, rotary embedding, the fit
+and rotation of 4-bit keys, codes, and the places in the pool."""
 
 import triton
 import triton.language as tl
@@ -21,7 +21,7 @@ ROWS = 16
 def turned(
     x, weight, cos, sin, inverse, token, d, inside, DIM: tl.constexpr, ROTARY: tl.constexpr, NORMED: tl.constexpr
 ):
-    """Places d of a head after its norm and rotary embedding: place i turns with i + ROTARY, those from 2 · ROTARY stay."""
+    """Places d of a head, normed and rotated: place i turns with i + ROTARY, and those from 2 · ROTARY stay."""
     value = tl.load(x + d, mask=inside, other=0.0).to(tl.float32)
     if NORMED:
         value *= inverse * tl.load(weight + d, mask=d < DIM, other=0.0).to(tl.float32)
