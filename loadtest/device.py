@@ -129,8 +129,7 @@ def engine_run(
     shape = layout(model.config, kv, BLOCK)
     blocks = 2 + batch * (1 + shape.blocks_for(prompt + answer))
     storage, pool = KVStorage(shape, blocks, device), KVPool(blocks, BLOCK)
-    budget = max(512, batch)
-    limits = Limits(max_num_seqs=batch, max_num_batched_tokens=8192 if prompt > 64 else budget, max_model_len=8192)
+    limits = Limits(max_num_seqs=batch, max_num_batched_tokens=8192, max_model_len=8192)
     engine = Engine(pool, Runner(model, storage, limits.max_num_batched_tokens), limits, time.monotonic)
     generator = torch.Generator().manual_seed(0)
     params = SamplingParams(max_tokens=answer, seed=0, temperature=0.0, ignore_eos=True)
@@ -210,8 +209,8 @@ def _lines(args: argparse.Namespace, device: torch.device) -> Iterator[str]:
         yield from ends
         del model
         if args.transformers:
-            rate_of_others = transformers_run(name, max(args.batch), min(args.context), args.answer, device)
-            yield f"{name:13} bfloat16  {max(args.batch):6} {min(args.context):8} transformers: {rate_of_others:.0f} tokens/s"
+            others = transformers_run(name, max(args.batch), min(args.context), args.answer, device)
+            yield f"{name:13} bfloat16  {max(args.batch):6} {min(args.context):8} transformers: {others:.0f} tokens/s"
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,7 +1,7 @@
 """Kernels for a GPU run in Triton's interpreter here, in numpy: slow, so shapes are small.
 
-Without triton (`pip install --no-deps triton`, 1 GB) its tests are skipped. `make triton` tries every combination of what
-`make test` tries in pairs, and compiles the kernels for GPUs that are elsewhere.
+Without triton (`pip install --no-deps triton`, 1 GB) its tests are skipped. `make triton` tries every combination
+of what `make test` tries in pairs, and compiles the kernels for GPUs that are elsewhere.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whole steps of a decoder on the kernels for a GPU, against the one in torch: every arrangement of norms, every format."""
+"""Whole steps of a decoder on the kernels for a GPU, against the one in torch: all arrangements of norms, all codes."""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -58,7 +60,7 @@ def test_items_are_what_rows_see(
         assert {tile for tile, pieces in tiles.items() if len(pieces) > 1} == set(merges)
         for (row, first), pieces in tiles.items():
             pieces.sort()
-            assert all(a[1] == b[0] for a, b in zip(pieces, pieces[1:], strict=False))
+            assert all(a[1] == b[0] for a, b in pairwise(pieces))
             if len(pieces) > 1:
                 part, count = merges[row, first]
                 assert [piece[2] for piece in pieces] == list(range(part, part + count))
