@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 pytest.importorskip("triton", reason="the kernels for a GPU need triton: make triton")
-os.environ["TRITON_INTERPRET"] = "1"  # read when a module with kernels is imported
 
 from loadtest import device
 from loadtest.kernel_checks import Check
