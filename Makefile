@@ -64,7 +64,7 @@ sanitize: $(VENV)/.ready-dev ## test the kernels under the address and undefined
 # triton is 1 GB, hence an installation of its own; `make test` tries pairs of shapes where it is there, this all of them.
 TRITON := triton==3.9.0
 
-triton: $(VENV)/.ready-dev ## test the kernels for a GPU without one, on all shapes, and compile them for three kinds; takes an hour
+triton: $(VENV)/.ready-dev ## test the kernels for a GPU without one, on all shapes, and compile them for three kinds; takes long
 	$(PIP_INSTALL) --no-deps $(TRITON)
 	KERNEL_SHAPES=all OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests/model/gpu tests/loadtest/test_device.py $(PYTEST_ARGS)
 	$(BIN)/python -m model.gpu.compile

@@ -93,11 +93,13 @@ def test_shapes(kv: str, dim: int, size: int, rotary: float, normed: bool) -> No
     for name in ("keys", "values"):
         plane: Plane = getattr(mine.storage, name)
         found, expected = read(plane, mine.inputs), read(getattr(theirs.storage, name), mine.inputs)
-        # Between two codes, or two numbers of 16 bits, one may get the one and one the other.
-        off = (found - expected).abs() > 1e-3 * expected.abs().amax(-1, keepdim=True)
-        assert float(off.float().mean()) < (0 if kv == "float32" else 2e-3) + 1e-9
-        step = 1e-4 if kv == "float32" else 0.2
-        assert float((found - expected).abs().max()) <= step * float(expected.abs().max())
+        # Between two codes, or two numbers of 16 bits, one may get the one and one the other; and the interpreter cuts
+        # off what bfloat16 has no bits for, where others round.
+        step = 2**-7 if kv == "bfloat16" else 1e-3
+        off = (found - expected).abs() > step * expected.abs().amax(-1, keepdim=True)
+        assert float(off.float().mean()) < 2e-3
+        assert kv not in ("float32", "bfloat16") or not off.any()
+        assert float((found - expected).abs().max()) <= 0.2 * float(expected.abs().max())
         others = torch.tensor([block for block in range(1, 6) if block not in mine.inputs.blocks])
         for untouched in (plane.tiles[1 - LAYER, 1:], plane.tiles[LAYER, others]):
             assert (untouched.isnan() if plane.codec is None else untouched.eq(255)).all()
