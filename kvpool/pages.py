@@ -21,6 +21,8 @@ PIECE = 4 << 20
 REST = 9
 """A piece's time is rested so many times before the next: where a hypervisor has to find the memory, whoever asks holds
 its processor for so long, however nice it is, and steps wait for both."""
+BACKER = "backs the pool"
+"""The thread's name."""
 _POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE, Linux 5.14; what is older backs pages when they are first written."""
 
@@ -32,7 +34,8 @@ def zeroed(nbytes: int) -> Tensor:
         memory.madvise(mmap.MADV_HUGEPAGE)
     data = torch.frombuffer(memory, dtype=torch.uint8)
     if sys.platform == "linux":
-        threading.Thread(target=_back, args=(data.data_ptr(), nbytes, weakref.ref(memory)), daemon=True).start()
+        asked = data.data_ptr(), nbytes, weakref.ref(memory)
+        threading.Thread(target=_back, args=asked, name=BACKER, daemon=True).start()
     return data
 
 

@@ -9,15 +9,21 @@ A block is in exactly one of three states:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from kvpool import prefix
 from kvpool.blocks import NULL_BLOCK, Blocks, PoolCorrupt
-from kvpool.prefix import ROOT, TOKEN_BYTES, PrefixHit, PrefixMap, pack, same_prefix
+from kvpool.lookup import find_prefix, unseen
+from kvpool.prefix import ROOT, TOKEN_BYTES, Node, PrefixHit, PrefixMap, pack, same_prefix
 from kvpool.table import BlockTable
+from kvpool.tier import Tier
 
 __all__ = ["BlockTable", "KVPool", "PoolCorrupt", "PoolUsage", "PrefixHit"]
+
+NO_LIMIT = 1 << 60
+Held = list[tuple[int, Node]]
+"""Blocks, and the prefixes whose keys and values they hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +42,17 @@ class PoolUsage:
 class KVPool:
     """Hands out blocks of `block_size` token slots, shares them by prefix and by fork, and takes them back."""
 
-    def __init__(self, num_blocks: int, block_size: int = 16, prefix_caching: bool = True) -> None:
-        """`num_blocks` includes the null block 0. ValueError where a number is too small."""
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int = 16,
+        prefix_caching: bool = True,
+        window: int | None = None,
+        tier: Tier | None = None,
+    ) -> None:
+        """`num_blocks` includes the null block 0. `window`: tokens that a token sees, itself included, where no layer
+        lets it see more. `tier`: where prefixes go on that the pool has no more. ValueError where a number is too
+        small."""
         if block_size < 1:
             raise ValueError(f"block_size must be at least 1, not {block_size}")
         self.block_size = block_size
@@ -50,9 +65,20 @@ class KVPool:
         self._surplus = 0
         """Σ max(0, references - 1): how often shared blocks are counted too often when tables are summed."""
         self._copies: list[tuple[int, int]] = []
+        self.window = window
+        self.tier = tier
+        self._evicted: Held = []
+        self._unsaved: dict[int, Node] = {}
+        """Blocks that became findable since the last save, where the tier outlives the pool; some may be stale."""
         # The same lists under short names: extend() runs once per row and step.
         self._refs = self._blocks.refs
         self._nodes = self._map.of
+
+    @property
+    def most_held(self) -> int:
+        """Blocks that a decoding sequence has at most at a time, however long it is; without a window as many as it
+        grows to."""
+        return NO_LIMIT if self.window is None else -(-self.window // self.block_size) + 1
 
     # ---- prefixes ----
 
@@ -77,30 +103,29 @@ class KVPool:
         return digests
 
     def match(self, tokens: Sequence[int], salt: bytes, hashes: Sequence[bytes] | None = None) -> PrefixHit:
-        """The longest cached prefix of `tokens`; changes nothing.
+        """The longest cached prefix of `tokens`, and where it goes on in the tier; changes nothing.
 
         Whole blocks only, and at most (len(tokens) - 1) // block_size of them, so that at least one token is left to
         compute. Every block's tokens, salt and parent are compared. `hashes` (from `hashes()`) saves hashing again.
         """
+        if not self.prefix_caching or not (self._map or (self.tier is not None and self.tier.used)):
+            return PrefixHit()
+        hit = find_prefix(
+            lambda: self._links(tokens, salt, hashes), salt, self.block_size, self._map, self.tier, self.window
+        )
+        refs = self._refs
+        return replace(hit, free=sum([block != NULL_BLOCK and refs[block] == 0 for block in hit.blocks]))
+
+    def _links(
+        self, tokens: Sequence[int], salt: bytes, hashes: Sequence[bytes] | None
+    ) -> Iterator[tuple[bytes, bytes]]:
         size = self.block_size
-        node = None
-        found: list[int] = []
-        free = 0
-        if self.prefix_caching and self._map:
-            digest = ROOT
-            for i in range((len(tokens) - 1) // size):
-                payload = pack(tokens[i * size : (i + 1) * size])
-                if hashes is not None and i < len(hashes):
-                    digest = hashes[i]
-                else:
-                    digest = prefix.chain_digest(digest, payload, salt)
-                child = self._map.find(digest, node, payload, salt)
-                if child is None:
-                    break
-                node = child
-                found.append(node.block)
-                free += self._refs[node.block] == 0
-        return PrefixHit(tuple(found), len(found) * size, free, node)
+        digest = ROOT
+        for i in range((len(tokens) - 1) // size):
+            payload = pack(tokens[i * size : (i + 1) * size])
+            given = hashes[i] if hashes and i < len(hashes) else None
+            digest = given or prefix.chain_digest(digest, payload, salt)
+            yield digest, payload
 
     # ---- tables ----
 
@@ -108,26 +133,28 @@ class KVPool:
         return BlockTable()
 
     def adopt(self, hit: PrefixHit) -> BlockTable:
-        """A new table that begins with the hit's blocks. ValueError where the hit is stale, and nothing changed."""
+        """A new table that begins with the hit's blocks; what is stored is still to be read. ValueError
+        where the hit is stale, and nothing changed."""
         node = hit.last
+        freed = hit.blocks.count(NULL_BLOCK)
         for block in reversed(hit.blocks):
-            if node is None or node.block != block:
+            if node is None or block not in (node.block, NULL_BLOCK):
                 raise ValueError("stale prefix hit: the pool changed between match() and adopt()")
             node = node.parent
-        for block in hit.blocks:
+        for block in hit.blocks[freed:]:
             if self._refs[block]:
                 self._refs[block] += 1
                 self._surplus += 1
             else:
                 self._blocks.revive(block)
                 self._cached -= 1
-        return BlockTable(list(hit.blocks), len(hit.blocks), hit.last)
+        return BlockTable(list(hit.blocks), len(hit.blocks), hit.last, freed)
 
     def fork(self, table: BlockTable) -> BlockTable:
         """A second table over the same blocks; the first write to a shared block copies it. O(blocks), takes none."""
-        for block in table.blocks:
+        for block in table.blocks[table.freed :]:
             self._refs[block] += 1
-        self._surplus += len(table.blocks)
+        self._surplus += len(table.blocks) - table.freed
         return table.copy()
 
     def blocks_needed(self, table: BlockTable, num_tokens: int, start: int) -> int:
@@ -200,6 +227,8 @@ class KVPool:
             )
             table.node = node
             table.registered = i + 1
+            if self.tier is not None and self.tier.persistent and node.block == table.blocks[i] != NULL_BLOCK:
+                self._unsaved[node.block] = node
 
     def freed_by(self, table: BlockTable) -> int:
         """How many blocks release() would return to the free list. O(blocks)."""
@@ -212,7 +241,7 @@ class KVPool:
         In reverse, so that a tail is evicted before its head: a tail without its head cannot be hit. The last step
         that writes to these blocks must be finished, or enqueued before whatever writes to them next.
         """
-        for block in reversed(table.blocks):
+        for block in reversed(table.blocks[table.freed :]):
             self._give_up(block)
         table.clear()
 
@@ -220,6 +249,39 @@ class KVPool:
         """Give up the blocks behind the first `num_tokens` tokens; commit must not have seen them."""
         for _ in range(-(-num_tokens // self.block_size), len(table.blocks)):
             self._give_up(table.blocks.pop())
+
+    def slide(self, table: BlockTable, num_computed: int) -> None:
+        """Give up the blocks that neither the last computed token, which a fork computes again, nor a later one sees.
+        Null blocks stand in their place."""
+        end = unseen(num_computed - 1, self.block_size, self.window)
+        for i in range(table.freed, end):
+            self._give_up(table.blocks[i])
+            table.blocks[i] = NULL_BLOCK
+        table.freed = max(table.freed, end)
+
+    # ---- the tier ----
+
+    def take_evicted(self) -> Held:
+        """Blocks that are about to be written over, and the prefixes that they held; to be saved before the next step
+        computes or copies. Each is given out once; nothing where there is no tier."""
+        evicted = self._evicted
+        self._evicted = []
+        return evicted
+
+    def take_unsaved(self, most: int) -> Held:
+        """The newest findable blocks that no call gave out yet; empty where nothing is left, or the tier does not
+        outlive the pool. Ends of a prefix come before its beginning, so that the tier drops them first."""
+        found: Held = []
+        while self._unsaved and len(found) < most:
+            block, node = self._unsaved.popitem()
+            if node.block == block:
+                found.append((block, node))
+        return found
+
+    @property
+    def unsaved(self) -> bool:
+        """Whether take_unsaved() may have something."""
+        return bool(self._unsaved)
 
     # ---- figures and checks ----
 
@@ -240,7 +302,7 @@ class KVPool:
         total = -self._surplus * size
         partial: dict[int, list[int]] = {}
         for table, computed in rows:
-            total += computed
+            total += computed - table.freed * size
             for i in range(computed // size, len(table.blocks)):
                 block = table.blocks[i]
                 if refs[block] > 1:
@@ -270,9 +332,10 @@ class KVPool:
         self._map.check(self.block_size)
         held = [0] * self._blocks.total
         for table in tables:
-            if len(set(table.blocks)) != len(table.blocks):
-                raise PoolCorrupt(f"a table holds a block twice: {table.blocks}")
-            for block in table.blocks:
+            own = table.blocks[table.freed :]
+            if len(set(own)) != len(own) or any(table.blocks[: table.freed]):
+                raise PoolCorrupt(f"a table holds a block twice, or one behind the window: {table.blocks}")
+            for block in own:
                 if not NULL_BLOCK < block < self._blocks.total:
                     raise PoolCorrupt(f"a table holds block {block} of {self._blocks.total}")
                 held[block] += 1
@@ -311,7 +374,10 @@ class KVPool:
 
     def _take(self) -> int:
         block = self._blocks.take()
-        if self._nodes[block] is not None:
+        node = self._nodes[block]
+        if node is not None:
+            if self.tier is not None:
+                self._evicted.append((block, node))
             self._map.drop(block)
             self._cached -= 1
         return block

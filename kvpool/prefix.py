@@ -53,11 +53,15 @@ class PrefixHit:
     """A cached prefix. Good until the pool changes: adopt it at once or match again."""
 
     blocks: tuple[int, ...] = ()
+    """Null ones first, where no later token sees them."""
     tokens: int = 0
-    """len(blocks) * block_size"""
+    """(len(blocks) + len(stored)) * block_size"""
     free: int = 0
     """How many of the blocks lie in the free list now; adopting takes them out of it."""
     last: Node | None = field(default=None, repr=False, compare=False)
+    """Prefix of `blocks`."""
+    stored: tuple[bytes, ...] = ()
+    """Heads of the blocks that follow, in the tier (`kvpool.tier`)."""
 
 
 def same_prefix(one: Node | None, other: Node | None) -> bool:

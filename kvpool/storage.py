@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -51,6 +53,12 @@ class KVStorage:
             self.keys = Plane(self.data[:, 0], size, dim, None)
             self.values = Plane(self.data[:, 1], size, dim, None)
         self.k, self.v = self.keys.layers, self.values.layers
+        self._parts = [layer.flatten(1).view(torch.uint8) for layer in (*self.k, *self.v)]
+        """The keys of each layer, then the values, as bytes [blocks, n]: together what a block holds."""
+
+    @property
+    def block_bytes(self) -> int:
+        return sum(part.shape[1] for part in self._parts)
 
     @property
     def nbytes(self) -> int:
@@ -78,6 +86,24 @@ class KVStorage:
             sources, targets = torch.tensor(run, dtype=torch.int64, device=self.data.device).T
             for plane in (self.keys, self.values):
                 plane.copy(sources, targets)
+
+    def gather(self, blocks: Sequence[int]) -> npt.NDArray[np.uint8]:
+        """The content of whole blocks, as a copy on the host, [n, block_bytes]."""
+        index = torch.tensor(blocks, dtype=torch.int64, device=self.data.device)
+        content: npt.NDArray[np.uint8] = (
+            torch.cat([part.index_select(0, index) for part in self._parts], 1).cpu().numpy()
+        )
+        return content
+
+    def scatter(self, blocks: Sequence[int], content: npt.NDArray[np.uint8]) -> None:
+        """Write what gather() gave, perhaps of other blocks or of another process, to whole blocks, no two the same."""
+        index = torch.tensor(blocks, dtype=torch.int64, device=self.data.device)
+        rows = torch.from_numpy(content).to(self.data.device)
+        begin = 0
+        for part in self._parts:
+            end = begin + part.shape[1]
+            part.index_copy_(0, index, rows[:, begin:end])
+            begin = end
 
     def zero(self, blocks: Tensor) -> None:
         """Zero whole blocks int64 [n] in all layers."""

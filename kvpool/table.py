@@ -18,10 +18,14 @@ class BlockTable:
     list as it was and gives the table a new one, so a step that is still under way reads what it was given.
     """
 
-    __slots__ = ("blocks", "node", "registered")
+    __slots__ = ("blocks", "freed", "node", "registered")
 
-    def __init__(self, blocks: list[int] | None = None, registered: int = 0, node: Node | None = None) -> None:
+    def __init__(
+        self, blocks: list[int] | None = None, registered: int = 0, node: Node | None = None, freed: int = 0
+    ) -> None:
         self.blocks: list[int] = [] if blocks is None else blocks
+        self.freed = freed
+        """Leading blocks that lie behind the window of every layer: null blocks, which nobody reads any more."""
         self.registered = registered
         """Leading blocks that commit has seen full and computed. They are never written again, save after rewind()."""
         self.node = node
@@ -32,7 +36,7 @@ class BlockTable:
 
     def copy(self) -> BlockTable:
         """A second table over the same blocks. The caller counts the references."""
-        return BlockTable(self.blocks.copy(), self.registered, self.node)
+        return BlockTable(self.blocks.copy(), self.registered, self.node, self.freed)
 
     def rewind(self, registered: int) -> None:
         """Forget what commit saw from block `registered` on: those blocks are written again."""
@@ -43,7 +47,7 @@ class BlockTable:
 
     def clear(self) -> None:
         self.blocks = []
-        self.registered = 0
+        self.registered = self.freed = 0
         self.node = None
 
     def chain(self) -> list[Node]:

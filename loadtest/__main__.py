@@ -48,10 +48,18 @@ def main(argv: Sequence[str]) -> int:
         from loadtest.soak import main as soak
 
         return soak(argv[1:])
+    if argv[:1] == ["turns"]:
+        from loadtest.turns import main as turns
+
+        return turns(argv[1:])
     if argv[:1] == ["perplexity"]:
         from loadtest.perplexity import main as perplexity
 
         return perplexity(argv[1:])
+    if argv[:1] == ["kv"]:
+        from loadtest.kv import main as kv
+
+        return kv(argv[1:])
     parser = make_parser()
     args = parser.parse_args(argv)
     check(parser, args)

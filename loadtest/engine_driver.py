@@ -76,6 +76,7 @@ def measure_engine(args: argparse.Namespace) -> tuple[Ready, EngineRun]:
             max_num_batched_tokens=args.max_num_batched_tokens,
             kv_cache_memory=args.kv_cache_memory,
             kv_cache_dtype=args.kv_cache_dtype,
+            force_kv_cache_dtype=True,
             block_size=args.block_size,
             enable_prefix_caching=args.enable_prefix_caching,
             target_step_time=args.target_step_time,

@@ -111,11 +111,12 @@ def grid(runner: Executor, num_blocks: int, rows: Sequence[int], contexts: Seque
             ]
         )
         runner.execute(batch).result()
-        cells.append(Cell(count, count * context, min(_seconds(runner, batch) for _ in range(repeat))))
+        cells.append(Cell(count, count * context, min(timed(runner, batch) for _ in range(repeat))))
     return cells
 
 
-def _seconds(runner: Executor, batch: Batch) -> float:
+def timed(runner: Executor, batch: Batch) -> float:
+    """Seconds of a step."""
     began = time.perf_counter()
     runner.execute(batch).result()
     return time.perf_counter() - began
@@ -250,6 +251,7 @@ def _model_lines(args: argparse.Namespace) -> list[str]:
             dtype=args.dtype,
             quantization=args.quantization,
             kv_cache_dtype=args.kv_cache_dtype,
+            force_kv_cache_dtype=True,
             max_num_seqs=max(args.rows),
             block_size=SIZE,
         ),

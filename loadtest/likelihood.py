@@ -22,6 +22,7 @@ from model.attention.reference import clean
 from model.batch import Batch, Row
 from model.config_reader import read_config
 from model.errors import ModelError
+from model.gate import divergence
 from model.inputs import InputBuilder
 from model.params import SamplingParams
 from model.runner import LoadedModel, RunnerOptions, load_runner
@@ -83,6 +84,7 @@ class Reader:
     """A loaded model that computes one window at a time."""
 
     def __init__(self, loaded: LoadedModel, setting: Setting) -> None:
+        self.loaded = loaded
         runner = loaded.runner
         weights = loaded.dtype if setting.quantization is None else f"{setting.quantization} of {loaded.dtype}"
         self.score = Score(f"{weights}, KV {loaded.kv_cache_dtype}")
@@ -125,15 +127,23 @@ def load(
     window: int,
     chunk: int,
     progress: Callable[[str, str], None],
+    streams: int = 1,
 ) -> list[Reader]:
-    """One reader per setting, all in memory at once, each with a pool of one window. Raises ModelError, BudgetError."""
+    """One reader per setting, all in memory at once, each with a pool of so many windows.
+
+    Raises ModelError, BudgetError.
+    """
     config = read_config(resolve(model))
     if window > config.max_position_embeddings:
         raise ModelError(f"--window {window}: the model's context has {config.max_position_embeddings} tokens")
-    memory = None
-    if config.native:
-        widest = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, FORMATS["float32"], BLOCK_SIZE)
-        memory = widest.block_bytes * (1 + widest.blocks_for(window))
+
+    def memory(kv: str) -> int | None:
+        if not config.native:
+            return None
+        form = FORMATS.get(kv, FORMATS["float32"])
+        layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, form, BLOCK_SIZE)
+        return layout.block_bytes * (1 + streams * layout.blocks_for(window))
+
     return [
         Reader(
             load_runner(
@@ -143,9 +153,10 @@ def load(
                     dtype=setting.dtype,
                     quantization=setting.quantization,
                     kv_cache_dtype=setting.kv_cache_dtype,
-                    kv_cache_memory=memory,
+                    force_kv_cache_dtype=True,  # what it costs is the question
+                    kv_cache_memory=memory(setting.kv_cache_dtype),
                     max_model_len=window,
-                    max_num_seqs=1,
+                    max_num_seqs=streams,
                     max_num_batched_tokens=min(chunk, window),
                     block_size=BLOCK_SIZE,
                 ),
@@ -181,8 +192,7 @@ def compare(readers: Sequence[Reader], window: list[int]) -> None:
                 excess = nats - costs
                 score.excess += float(excess.sum())
                 score.squares += float(excess.square().sum())
-                # What the reference rules out adds nothing, whatever the other says: 0 · (-inf - x) is no number.
-                score.divergence += float((reference.exp() * (reference - own)).nan_to_num(0.0, torch.inf, 0.0).sum())
+                score.divergence += float(divergence(reference, own).sum())
             score.tokens += len(right)
             score.nats += float(nats.sum())
             score.agreed += int((likeliest == best).sum())

@@ -33,9 +33,10 @@ def make_parser() -> argparse.ArgumentParser:
         "octavo bench",
         description="Measure an OpenAI-compatible server, or with --engine the engine alone, in this process.",
         epilog="octavo bench compare: this server and others in turn. octavo bench export: a GGUF model for others. "
-        "octavo bench perplexity: what number types cost. octavo bench growth: what a step and the queue cost. "
-        "octavo bench fairness: what a tenant feels of a greedy one. octavo bench soak: whether anything is lost under "
-        "faults.",
+        "octavo bench perplexity: what number types cost. octavo bench kv: what "
+        "formats of keys and values hold, cost and take. octavo bench growth: what a step and the queue cost. "
+        "octavo bench fairness: what a tenant feels of a greedy one. octavo bench turns: how soon a conversation goes "
+        "on, before and after a restart. octavo bench soak: whether anything is lost under faults.",
         formatter_class=Help,
         argument_default=None,
     )

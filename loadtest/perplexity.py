@@ -23,7 +23,7 @@ from loadtest.report import aligned
 from loadtest.workloads import BadWorkload
 from model.errors import ModelError
 from model.source import resolve
-from model.tokenizer import load_tokenizer
+from model.tokenizer import Tokenizer, load_tokenizer
 
 BAD_START, INTERRUPTED = 2, 130
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -76,16 +76,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _measure(args: argparse.Namespace) -> str:
-    from loadtest.likelihood import Score, Setting, compare, load, windows  # Brings in torch.
+    from loadtest.likelihood import Score, Setting, compare, load  # Brings in torch.
 
-    tokenizer = load_tokenizer(resolve(args.model))
-    name, text = _text(args.text)
-    ids = tokenizer.encode(text, add_special_tokens=False, allow_special=False)
-    prefix = [id for id in tokenizer.encode("", add_special_tokens=True)[:1] if id == tokenizer.bos_id]
-    parts = windows(ids, prefix, args.window, args.num_tokens // args.window)
-    if not parts:
-        raise BadWorkload(f"{name} has {len(ids):,} tokens, a --window has {args.window:,}")
-    digest = blake2b(b"".join(array("I", part).tobytes() for part in parts), digest_size=4).hexdigest()
+    about, parts = read_windows(load_tokenizer(resolve(args.model)), args.text, args.window, args.num_tokens)
     settings = [
         Setting(dtype, None if quantization == "none" else quantization, kv)
         for dtype, quantization, kv in itertools.product(args.dtype, args.quantization, args.kv_cache_dtype)
@@ -101,7 +94,6 @@ def _measure(args: argparse.Namespace) -> str:
     for part in tqdm(parts, unit="window", disable=args.disable_tqdm or not sys.stderr.isatty()):
         compare(readers, part)
     scores: list[Score] = [reader.score for reader in readers]
-    about = f"{name}: {len(parts)} windows of {args.window:,} tokens, digest {digest}"
     rows = [
         (
             score.name,
@@ -116,6 +108,20 @@ def _measure(args: argparse.Namespace) -> str:
         for score in scores
     ]
     return "\n".join([about, *aligned([HEADER, *rows])])
+
+
+def read_windows(tokenizer: Tokenizer, path: Path | None, window: int, num_tokens: int) -> tuple[str, list[list[int]]]:
+    """What the text at `path` is called, and the first windows of it. Raises BadWorkload where it has not one."""
+    from loadtest.likelihood import windows  # Brings in torch.
+
+    name, text = _text(path)
+    ids = tokenizer.encode(text, add_special_tokens=False, allow_special=False)
+    prefix = [id for id in tokenizer.encode("", add_special_tokens=True)[:1] if id == tokenizer.bos_id]
+    parts = windows(ids, prefix, window, num_tokens // window)
+    if not parts:
+        raise BadWorkload(f"{name} has {len(ids):,} tokens, a --window has {window:,}")
+    digest = blake2b(b"".join(array("I", part).tobytes() for part in parts), digest_size=4).hexdigest()
+    return f"{name}: {len(parts)} windows of {window:,} tokens, digest {digest}", parts
 
 
 def _text(path: Path | None) -> tuple[str, str]:

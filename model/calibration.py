@@ -1,10 +1,11 @@
-"""The fit of 4-bit keys (`kvpool.fit`): one step of the model over a text of its own, at load."""
+"""The fit of keys (`kvpool.fit`): one step of the model over a text of its own, at load."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 
 from kvpool.fit import KeyFit
@@ -12,10 +13,8 @@ from kvpool.formats import FORMATS, KVLayout
 from kvpool.storage import KVStorage
 from model.attention.base import Attention
 from model.attention.reference import ReferenceAttention
-from model.batch import Batch, Row
 from model.decoder import Decoder, Model
-from model.inputs import InputBuilder, StepInputs
-from model.params import SamplingParams
+from model.inputs import StepInputs, whole_prompts
 
 TEXT = """\
 The harbour at Lerrin lies open to the south, so the ferries wait there when the wind turns. On 14 March \
@@ -83,17 +82,16 @@ class _Recorder(ReferenceAttention):
         return super().__call__(query, storage, layer, inputs, scale=scale, window=window, softcap=softcap)
 
 
+@torch.inference_mode()
 def fit_keys(model: Model, fit: KeyFit, tokens: list[int]) -> None:
     """Run `tokens` as one sequence, in a pool of its own, and set `fit` to what its keys and queries were like."""
     tokens, config = tokens[:MOST], model.config
-    blocks = list(range(1, 1 - (-len(tokens) // 16)))
-    device = fit.data.device
     layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, FORMATS["float32"])
-    storage = KVStorage(layout, 1 + len(blocks), device)
-    row = Row(tokens, len(tokens), 0, len(tokens), blocks, SamplingParams(max_tokens=1, seed=0))
+    inputs, used = whole_prompts([tokens], layout.block_size, fit.data.device)
+    storage = KVStorage(layout, used, fit.data.device)
     recorder = _Recorder()
     with _attending(model, recorder):
-        model.forward(InputBuilder(len(tokens), 16, device).build(Batch([row])), storage)
+        model.forward(inputs, storage)
     for layer, squares in recorder.squares.items():
         keys = storage.k[layer][1:].transpose(0, 1).flatten(1, 2)[:, : len(tokens)]
         fit.set(layer, keys, squares, centred=not recorder.capped)

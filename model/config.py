@@ -66,3 +66,8 @@ class ModelConfig:
     """Of the stored weights, or bfloat16 where they are quantised."""
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+
+    @property
+    def window(self) -> int | None:
+        """Tokens that a token sees, itself included, where that is so in every layer; else None."""
+        return self.sliding_window if self.native and set(self.layer_types) == {"sliding"} else None

@@ -279,5 +279,6 @@ class Masks:
 
 
 def _give_way() -> None:
-    """Of this thread alone: a step must not wait for a compilation."""
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+    """Of this thread alone: a step must not wait for a compilation. Nobody but root may become nicer than it began."""
+    thread = threading.get_native_id()
+    os.setpriority(os.PRIO_PROCESS, thread, max(10, os.getpriority(os.PRIO_PROCESS, thread)))

@@ -10,7 +10,7 @@ contexts    18            35                       5       keys a row's last tok
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from model.batch import Batch, Row
+from model.params import SamplingParams
 
 Ints = npt.NDArray[np.int64]
 Plan = TypeVar("Plan")
@@ -155,6 +156,17 @@ class InputBuilder:
 
     def _move(self, array: Ints) -> Tensor:
         return to_device(array, self.device)
+
+
+def whole_prompts(prompts: Sequence[list[int]], block_size: int, device: torch.device) -> tuple[StepInputs, int]:
+    """One step that computes all of these, and how many blocks a pool of its own needs for it: the null block and 1, 2,
+    3, … in their order."""
+    rows, used = [], 1
+    for tokens in prompts:
+        blocks = list(range(used, used + -(-len(tokens) // block_size)))
+        used += len(blocks)
+        rows.append(Row(tokens, len(tokens), 0, len(tokens), blocks, SamplingParams(max_tokens=1, seed=0)))
+    return InputBuilder(sum(map(len, prompts)), block_size, device).build(Batch(rows)), used
 
 
 def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:

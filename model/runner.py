@@ -23,6 +23,7 @@ from model.decoder import Decoder, Model
 from model.embedding import EmbeddingConfig
 from model.errors import ModelError
 from model.executor import Runner
+from model.gate import PROMPTS, Distance, measure
 from model.grammar import Grammars
 from model.kernels.loaded import Kernels, load_kernels
 from model.params import SamplingParams
@@ -50,6 +51,7 @@ class RunnerOptions:
     kv_cache_memory: int | None = None
     gpu_memory_utilization: float = 0.9
     kv_cache_dtype: str = "auto"
+    force_kv_cache_dtype: bool = False
     block_size: int = 16
 
 
@@ -58,6 +60,7 @@ class LoadedModel:
     """A runner and what the engine and the front end must know of it."""
 
     runner: Runner
+    source: ModelSource
     model_config: ModelConfig
     num_blocks: int
     """The null block included: what KVPool is made with."""
@@ -69,6 +72,8 @@ class LoadedModel:
     dtype: str
     """Of the stored weights."""
     kv_cache_dtype: str
+    kv_distance: Distance | None
+    """Of the pool from one of 16 bits, where it holds codes."""
     attention: str
     max_model_len: int
     max_num_batched_tokens: int
@@ -129,16 +134,20 @@ def load_runner(options: RunnerOptions, progress: Progress = lambda stage, detai
         storage = KVStorage(layout, plan.num_blocks, device)
     except (RuntimeError, OSError) as error:
         raise ModelError(f"the KV cache of {format_bytes(plan.bytes)} cannot be allocated: {error}") from None
-    if storage.fit is not None:
-        progress("kv cache", "fitting 4-bit keys to the model")
-        ids = load_tokenizer(source).encode(TEXT, add_special_tokens=True)[:longest]
-        with torch.inference_mode():
-            fit_keys(model, storage.fit, ids)
+    distance = None
+    if layout.format.scale_bytes:
+        encode = partial(load_tokenizer(source).encode, add_special_tokens=True)
+        if storage.fit is not None:
+            progress("kv cache", "fitting keys to the model")
+            fit_keys(model, storage.fit, encode(TEXT)[:longest])
+        distance = measure(model, layout, storage.fit, [encode(text)[:longest] for text in PROMPTS], device)
+        _admit(distance, layout.format.name, options.force_kv_cache_dtype, progress)
     runner = Runner(model, storage, max_tokens, kernels)
     progress("warm-up", "one step of each kind")
     warm_up(runner, min(max_tokens, max_model_len, plan.num_tokens, layout.block_size))
     return LoadedModel(
         runner=runner,
+        source=source,
         model_config=model.config,
         num_blocks=plan.num_blocks,
         block_size=layout.block_size,
@@ -148,6 +157,7 @@ def load_runner(options: RunnerOptions, progress: Progress = lambda stage, detai
         device=str(device),
         dtype=dtype_name(precision.weights),
         kv_cache_dtype=layout.format.name,
+        kv_distance=distance,
         attention=attention.name,
         max_model_len=max_model_len,
         max_num_batched_tokens=max_tokens,
@@ -240,6 +250,16 @@ def _layout(config: ModelConfig, precision: Precision, options: RunnerOptions) -
             f"--kv-cache-dtype {form.name}: needs a head size that is a multiple of {form.head_multiple}, not {dim}"
         )
     return KVLayout(config.num_layers, config.num_kv_heads, dim, form, options.block_size)
+
+
+def _admit(distance: Distance, name: str, force: bool, progress: Progress) -> None:
+    """Raises ModelError where the format moves the model too far, unless forced."""
+    if distance.passes:
+        progress("kv cache", f"{name} beside 16 bits: {distance}")
+    elif force:
+        progress("warning", distance.complaint(name))
+    else:
+        raise ModelError(f"{distance.complaint(name)}; --force-kv-cache-dtype serves it all the same")
 
 
 def _longest(config: ModelConfig, asked: int | None) -> int:

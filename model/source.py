@@ -37,8 +37,10 @@ class ModelSource:
     """The name it is served under."""
 
 
-def resolve(model: str | None) -> ModelSource:
+def resolve(model: str | None, *, weights: bool = True) -> ModelSource:
     """Find a model. None is the demo model; only what looks like `owner/name` is looked up on the hub.
+
+    `weights` False: of a folder, and of the hub, config.json is enough, and nothing else is downloaded.
 
     Raises ModelNotFound, or ModelError for a folder whose files lie elsewhere; one line.
     """
@@ -49,14 +51,14 @@ def resolve(model: str | None) -> ModelSource:
         if path.is_file():
             return _file(path)
         if path.is_dir():
-            return _folder(path, path.resolve().name)
+            return _folder(path, path.resolve().name, weights)
     except OSError as error:
         raise ModelNotFound(f"{model!r} cannot be read: {error.strerror}") from None
     if HUB_ID.fullmatch(model) is None or path.suffix == ".gguf" or ".." in model:
         raise ModelNotFound(
             f"no model {model!r}: there is no such file or folder, and it is no hub id, which looks like owner/name"
         )
-    return _hub(model)
+    return _hub(model, weights)
 
 
 def _demo() -> ModelSource:
@@ -79,11 +81,11 @@ def _file(path: Path) -> ModelSource:
     raise ModelNotFound(f"{path} is not a .gguf file; of a safetensors model name the folder")
 
 
-def _folder(path: Path, name: str) -> ModelSource:
+def _folder(path: Path, name: str, weights: bool) -> ModelSource:
     files = sorted(os.listdir(path))
     suffixes = {Path(file).suffix for file in files}
     ggufs = [file for file in files if file.endswith(".gguf")]
-    if "config.json" in files and ".safetensors" in suffixes:
+    if "config.json" in files and (".safetensors" in suffixes or not (weights or ggufs)):
         _check_links(path, files)
         return ModelSource("folder", path, name)
     if len(ggufs) == 1:
@@ -114,12 +116,13 @@ def _check_links(folder: Path, files: list[str]) -> None:
             raise ModelError(f"{folder}: {name} is a link to something outside the folder")
 
 
-def _hub(model: str) -> ModelSource:
+def _hub(model: str, weights: bool) -> ModelSource:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     try:
-        folder = Path(snapshot_download(model, allow_patterns=HUB_FILES, ignore_patterns=HUB_DUPLICATES))
+        files = HUB_FILES if weights else ["config.json"]
+        folder = Path(snapshot_download(model, allow_patterns=files, ignore_patterns=HUB_DUPLICATES))
     except GatedRepoError:
         raise ModelNotFound(f"the hub's model {model!r} is gated: accept its licence there and set HF_TOKEN") from None
     except RepositoryNotFoundError:
@@ -131,4 +134,4 @@ def _hub(model: str) -> ModelSource:
     except (HfHubHTTPError, OSError, ValueError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelNotFound(f"the hub's model {model!r} cannot be had: {reason}") from None
-    return _folder(folder, model)
+    return _folder(folder, model, weights)

@@ -27,11 +27,9 @@ from transformers.utils import logging
 from kvpool.formats import FORMATS, KVLayout
 from kvpool.storage import KVStorage
 from model.attention.base import Attention
-from model.batch import Batch, Row
 from model.config import ModelConfig
 from model.errors import ModelError
-from model.inputs import InputBuilder, StepInputs
-from model.params import SamplingParams
+from model.inputs import StepInputs, whole_prompts
 from model.precision import Precision, dtype_name
 from model.transformers_config import transformers_config
 from model.transformers_head import Given, head_only
@@ -39,6 +37,8 @@ from model.transformers_rope import follow_lengths, lengths
 from model.weights import SafetensorsStore
 
 NAME = "octavo"
+BLOCK_SIZE = 16
+"""Of the pool of a check."""
 CHECKED = (19, 14)
 """Lengths of the two sequences of the check."""
 
@@ -147,7 +147,7 @@ class TransformersModel:
     def _probe(self, config: ModelConfig) -> ModelConfig:
         """Run once without a pool, to learn what keys and values each layer has; the true numbers replace config's."""
         name = config.architecture
-        step = Step(self.attention, self._inputs([[0, 1, 2]])[0], None)
+        step = Step(self.attention, whole_prompts([[0, 1, 2]], BLOCK_SIZE, self.device)[0], None)
         with _refused(name):
             self._run(step)
         shapes = [step.shapes[layer] for layer in sorted(step.shapes)]
@@ -180,9 +180,9 @@ class TransformersModel:
         sequences = [
             [(7 * i * i + 3 * i + n) % config.vocab_size for i in range(size)] for n, size in enumerate(CHECKED)
         ]
-        inputs, blocks = self._inputs(sequences)
+        inputs, blocks = whole_prompts(sequences, BLOCK_SIZE, self.device)
         form = FORMATS[dtype_name(precision.compute)]
-        layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, form)
+        layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, form, BLOCK_SIZE)
         storage = KVStorage(layout, blocks, self.device)
         with _refused(name):
             ours = self.logits(self.forward(inputs, storage))
@@ -201,15 +201,6 @@ class TransformersModel:
         error = float((ours - expected).abs().max()) / max(float(expected.abs().max()), 1e-6)
         if not error <= tolerance:
             raise ModelError(f"{name} gives other logits over the paged pool than in transformers (off by {error:.1%})")
-
-    def _inputs(self, sequences: list[list[int]]) -> tuple[StepInputs, int]:
-        """All of `sequences` as one step, and how many blocks of 16 that takes."""
-        rows, used = [], 1
-        for tokens in sequences:
-            blocks = list(range(used, used + -(-len(tokens) // 16)))
-            used += len(blocks)
-            rows.append(Row(tokens, len(tokens), 0, len(tokens), blocks, SamplingParams(max_tokens=1, seed=0)))
-        return InputBuilder(sum(map(len, sequences)), 16, self.device).build(Batch(rows)), used
 
 
 @contextmanager

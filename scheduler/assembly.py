@@ -5,18 +5,27 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from kvpool.budget import BudgetError, format_bytes
+from kvpool.disk import DiskLayout, DiskSlots, claim
+from kvpool.memory import available_memory
 from kvpool.pool import KVPool
-from model.runner import RunnerOptions, load_runner
+from kvpool.slots import MemorySlots
+from kvpool.tier import Tier
+from model.fingerprint import fingerprint
+from model.runner import LoadedModel, RunnerOptions, load_runner
 from scheduler.config import EngineConfig
 from scheduler.cost import CostModel
 from scheduler.engine import Engine
 from scheduler.limits import Limits
 from scheduler.messages import Ready
 
+Progress = Callable[[str, str], None]
 
-def assemble(config: EngineConfig, progress: Callable[[str, str], None]) -> tuple[Engine, Ready]:
-    """Load the model and build the engine. Raises ModelError or BudgetError for what the user can mend."""
+
+def assemble(config: EngineConfig, progress: Progress) -> tuple[Engine, Ready]:
+    """Load the model and build the engine. Raises ModelError, BudgetError or TierError for what the user can mend."""
     began = time.monotonic()
+    disk = claim(config.kv_disk) if config.kv_disk is not None else None
     loaded = load_runner(
         RunnerOptions(
             model=config.model,
@@ -29,11 +38,16 @@ def assemble(config: EngineConfig, progress: Callable[[str, str], None]) -> tupl
             kv_cache_memory=config.kv_cache_memory,
             gpu_memory_utilization=config.gpu_memory_utilization,
             kv_cache_dtype=config.kv_cache_dtype,
+            force_kv_cache_dtype=config.force_kv_cache_dtype,
             block_size=config.block_size,
         ),
         progress,
     )
-    pool = KVPool(loaded.num_blocks, loaded.block_size, config.enable_prefix_caching)
+    tier = open_tier(config, loaded, disk, progress)
+    window = loaded.model_config.window
+    pool = KVPool(loaded.num_blocks, loaded.block_size, config.enable_prefix_caching, window, tier)
+    if window is not None:
+        progress("kv cache", f"every layer slides: a sequence keeps the blocks of its last {window:,} tokens")
     limits = Limits(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=loaded.max_num_batched_tokens,
@@ -44,7 +58,8 @@ def assemble(config: EngineConfig, progress: Callable[[str, str], None]) -> tupl
         target_step_time=config.target_step_time if loaded.device.startswith("cpu") else None,
     )
     cost = CostModel(loaded.weight_bytes)
-    engine = Engine(pool, loaded.runner, limits, time.monotonic, cost, loaded.grammars)
+    distance = loaded.kv_distance
+    engine = Engine(pool, loaded.runner, limits, time.monotonic, cost, loaded.grammars, loaded.runner.storage)
     return engine, Ready(
         max_model_len=loaded.max_model_len,
         vocab_size=loaded.model_config.vocab_size,
@@ -55,8 +70,40 @@ def assemble(config: EngineConfig, progress: Callable[[str, str], None]) -> tupl
         device=loaded.device,
         dtype=loaded.dtype,
         kv_cache_dtype=loaded.kv_cache_dtype,
+        kv_divergence=distance.divergence if distance else None,
+        kv_agreement=distance.agreement if distance else None,
         attention=loaded.attention,
         weight_bytes=loaded.weight_bytes,
         load_seconds=time.monotonic() - began,
         embedding=loaded.embedding,
     )
+
+
+def open_tier(config: EngineConfig, loaded: LoadedModel, disk: int | None, progress: Progress) -> Tier | None:
+    """The tier that the configuration asks for, with what was found in it. `disk`: from claim(). Raises BudgetError or
+    TierError."""
+    size, block_bytes = loaded.block_size, loaded.runner.storage.block_bytes
+    if config.kv_disk is not None and config.kv_disk_size is not None:
+        layout = DiskLayout(config.kv_disk_size, size, block_bytes, fingerprint(loaded))
+        slots = DiskSlots(config.kv_disk, layout, disk)
+        if slots.emptied is not None:
+            progress("warning", f"--kv-disk {config.kv_disk} was emptied: {slots.emptied}")
+        tier, place = Tier(slots), config.kv_disk
+    elif config.kv_host_memory is not None:
+        given, memory = config.kv_host_memory, available_memory()
+        if given > memory.bytes:
+            raise BudgetError(
+                f"--kv-host-memory {format_bytes(given)} is more than the {format_bytes(memory.bytes)} {memory.source}"
+            )
+        if given < block_bytes:
+            raise BudgetError(f"--kv-host-memory {format_bytes(given)}: a block takes {format_bytes(block_bytes)}")
+        if loaded.device.startswith("cpu"):
+            progress(
+                "warning",
+                "--kv-host-memory buys nothing on a CPU: --kv-cache-memory puts the same memory to better use",
+            )
+        tier, place = Tier(MemorySlots(given // block_bytes, block_bytes)), "host memory"
+    else:
+        return None
+    progress("kv tier", f"{tier.total:,} blocks, {tier.total * size:,} tokens, in {place}; {tier.used:,} were found")
+    return tier

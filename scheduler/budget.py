@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from math import ceil, inf, sqrt
 
 from scheduler.cost import CostModel
+from scheduler.limits import Limits
 
 MAX_SLOWDOWN = 2.2
 """A step with a prompt chunk takes at most so many times the step that only decodes: streams must not wait for three
@@ -75,6 +76,13 @@ class Budget:
     target: float = inf
     """Seconds; needs `cost`."""
     cost: CostModel | None = None
+
+    @staticmethod
+    def of(limits: Limits, cost: CostModel) -> Budget:
+        """In seconds where the limits have some."""
+        if limits.target_step_time is None:
+            return Budget(limits.max_num_batched_tokens, limits.min_chunk)
+        return Budget(limits.max_num_batched_tokens, limits.min_chunk, limits.target_step_time, cost)
 
     def purse(self, rows: int, context: int, prompts: int = 1) -> Purse:
         """What is left for `prompts` that wait for a first token, beside `rows` decoding rows that read `context`

@@ -24,8 +24,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_dtype: str = "auto"
     """auto or a name of `kvpool.formats.FORMATS`. auto: 16 bits wherever `dtype` is auto, so that a budget holds the
     same number of tokens on every machine; else `dtype`."""
+    force_kv_cache_dtype: bool = False
+    """Serve it even where `model.gate` finds that it moves the model too far."""
     block_size: int = 16
     enable_prefix_caching: bool = True
+    kv_disk: str | None = None
+    """File of the tier behind the pool; with `kv_disk_size`."""
+    kv_disk_size: int | None = None
+    kv_host_memory: int | None = None
+    """Bytes of host memory for the tier instead."""
     target_step_time: float = 0.1
     """On a CPU: seconds that a step with a prompt chunk in it should not exceed."""
     num_speculative_tokens: int = 8

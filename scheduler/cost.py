@@ -144,6 +144,10 @@ class CostModel:
         """Of reading one token of a prompt's context out of the pool, for a whole chunk."""
         return self._prefill.theta[2]
 
+    def prompt_seconds(self, start: int, count: int) -> float:
+        """Of `count` prompt tokens behind `start` others, beside what their steps cost anyway."""
+        return self.token_seconds * count + self.pair_seconds * count * (start + count / 2)
+
     def seconds(self, work: Work) -> float:
         return self.decode_seconds(work.rows, work.context) + self._prefill.predict(_prefill(work))
 

@@ -42,7 +42,7 @@ class Counters:
 
     def stats(self, state: SchedulerState, unborn: int) -> EngineStats:
         """With the state as it is now. `unborn`: sequences that wait for their leader."""
-        usage = state.pool.usage()
+        usage, tier, size = state.pool.usage(), state.pool.tier, state.pool.block_size
         return EngineStats(
             running=len(state.running),
             waiting=len(state.waiting) + unborn,
@@ -63,6 +63,12 @@ class Counters:
             failed_memory=self.failed_memory,
             failed_logits=self.failed_logits,
             failed_grammar=self.failed_grammar,
+            tier_bytes_used=tier.used * tier.block_bytes if tier else 0,
+            tier_bytes_total=tier.total * tier.block_bytes if tier else 0,
+            tier_restores=tier.counts.restores if tier else 0,
+            tier_restored_tokens=tier.counts.restored * size if tier else 0,
+            tier_stored_tokens=tier.counts.stored * size if tier else 0,
+            tier_refused_tokens=tier.counts.refused * size if tier else 0,
             steps=self.steps,
             step_seconds=self.step_seconds,
             step_tokens=self.step_tokens,

@@ -51,20 +51,22 @@ class OutputLengths:
 class Peak:
     """The predicted peak of a set of sequences; grows by one candidate at a time."""
 
-    __slots__ = ("_base", "_capacity", "_entries", "_lengths", "_size")
+    __slots__ = ("_base", "_capacity", "_entries", "_lengths", "_most", "_size")
 
     def __init__(self, pool: KVPool, running: Iterable[Sequence], lengths: OutputLengths, capacity: int) -> None:
         """`capacity`: blocks that the peak may reach."""
         self._lengths = lengths
         self._capacity = capacity
         self._size = pool.block_size
+        self._most = pool.most_held
         self._entries: list[tuple[int, int]] = []
         """(- remaining tokens, used blocks), the longest first."""
         used = pending = 0
         for sequence in running:
             held = len(sequence.table.blocks)
-            known = -(-len(sequence.tokens) // self._size)
-            own = max(held, known) - sequence.shared
+            lost = max(sequence.shared, sequence.table.freed)
+            known = min(-(-len(sequence.tokens) // self._size), lost + self._most)
+            own = max(held, known) - lost
             used += own
             pending += max(0, known - held)
             self._entries += self._entries_of(sequence, own)
@@ -75,7 +77,7 @@ class Peak:
     def admit(self, sequence: Sequence, shared: int, owed: bool = False) -> bool:
         """Count a candidate in, if the peak stays within the capacity or it is `owed` a place (`scheduler.shares`).
         `shared`: blocks it finds active."""
-        own = -(-len(sequence.tokens) // self._size) - shared
+        own = min(-(-len(sequence.tokens) // self._size) - shared, self._most)
         entries = self._entries.copy()
         for entry in self._entries_of(sequence, own):
             insort(entries, entry)
@@ -88,7 +90,8 @@ class Peak:
         return self._peak(self._entries)
 
     def _entries_of(self, sequence: Sequence, own: int) -> list[tuple[int, int]]:
-        remaining = -self._lengths.remaining(sequence)
+        # Behind a window blocks are given back as others are taken.
+        remaining = -min(self._lengths.remaining(sequence), max(0, self._most - own) * self._size)
         # An unborn sibling shares the prompt and copies one block of it.
         return [(remaining, own)] + [(remaining, 1)] * len(sequence.request.unborn)
 

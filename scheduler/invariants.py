@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from scheduler.policy import SchedulerState
-from scheduler.sequence import Phase, Request, Sequence
+from scheduler.sequence import Phase, Request, Sequence, seats_taken
 
 
 class StateCorrupt(AssertionError):
@@ -17,7 +17,8 @@ def check(state: SchedulerState, requests: Iterable[Request]) -> None:
 
     The pool's own (`KVPool.check`) over the tables of the running sequences and no others; every living sequence is in
     exactly one place, the one its phase names; num_computed ≤ capacity of the table, and at least one token is left to
-    compute; who does not run holds no block; a matcher has followed every token.
+    compute, save for a beam that waits for the others; who does not run holds no block; of a search either
+    all live beams run, or one and no other is born; a matcher has followed every token.
     """
     places = {Phase.RUNNING: list(state.running), Phase.WAITING: list(state.waiting), Phase.UNBORN: list[Sequence]()}
     size = state.pool.block_size
@@ -29,8 +30,10 @@ def check(state: SchedulerState, requests: Iterable[Request]) -> None:
         _require(
             len(alive) == request.alive > 0, f"request {request.id} counts {request.alive} alive, not {len(alive)}"
         )
-        leads = any(s.phase is not Phase.UNBORN for s in alive)
-        _require(leads, f"request {request.id}: nobody computes its prompt")
+        born = {s.index for s in alive if s.phase is not Phase.UNBORN}
+        _require(bool(born), f"request {request.id}: nobody computes its prompt")
+        live = born if request.beams is None else set(request.beams.live)
+        _require(len(born) == 1 or born == live, f"request {request.id}: {born} run of the live beams {live}")
         for sequence in alive:
             _require(
                 sequence in places[sequence.phase], f"sequence {sequence.rank} is not where {sequence.phase!r} says"
@@ -39,7 +42,8 @@ def check(state: SchedulerState, requests: Iterable[Request]) -> None:
     _require(found == living, f"{found} places for {living} sequences")
     places_once = {id(s) for members in places.values() for s in members}
     _require(len(places_once) == found, "a sequence is in two places")
-    _require(len(state.running) <= state.limits.max_num_seqs, f"{len(state.running)} sequences run")
+    taken = seats_taken(state.running)
+    _require(taken <= state.limits.max_num_seqs, f"{taken} seats are taken")
     _require(sum(len(s.tokens) for s in state.waiting) == state.waiting.tokens, "tokens of the queue are miscounted")
     _require(state.waiting.check(), "the waiting queue is out of order")
     _require(state.tenants.check(r.tenant for r in requests), "requests of a tenant are miscounted")
@@ -51,7 +55,9 @@ def check(state: SchedulerState, requests: Iterable[Request]) -> None:
             computed = sequence.num_computed
             if phase is Phase.RUNNING:
                 _require(computed <= held * size, f"{sequence.rank}: {computed} tokens computed, {held} blocks")
-                _require(computed < len(sequence.tokens) <= sequence.limit, f"{sequence.rank}: nothing left to do")
+                beams, known = sequence.request.beams, len(sequence.tokens)
+                idle = beams is not None and beams.noted(sequence.index)
+                _require(computed + (not idle) <= known <= sequence.limit, f"{sequence.rank}: nothing left to do")
             else:
                 _require(held == 0 == computed, f"{sequence.rank} holds {held} blocks and does not run")
     state.pool.check(s.table for s in state.running)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import signal
 from enum import IntEnum
+from typing import Literal
 
 import msgspec
 
@@ -21,8 +22,10 @@ from model.params import Logprob, SamplingParams
 from scheduler.config import EngineConfig
 
 __all__ = [
+    "COUNTERS",
     "STACKS",
     "Abort",
+    "BeamSearch",
     "EmbeddingConfig",
     "EngineConfig",
     "EngineStats",
@@ -59,6 +62,19 @@ class FinishReason(IntEnum):
     ERROR = 4
 
 
+class BeamSearch(msgspec.Struct, frozen=True, kw_only=True):
+    """Instead of drawing, find the likeliest continuations by the model's own distribution. Of the request's parameters
+    only max_tokens, stop_token_ids and those about logprobs count."""
+
+    width: int
+    """Live beams, at least `Submit.n`; sequence i of the answer is the beam of the i-th best score."""
+    length_penalty: float = 1.0
+    """A beam's score is its logprob by its number of generated tokens to this power."""
+    early_stopping: bool | Literal["never"] = False
+    """Once `width` beams have ended: True, stop; False, stop where none of them would make room for the best live one
+    if that ended now; "never", where it would not at any length that the penalty may favour."""
+
+
 class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     """A new request, or one that is resumed: `generated` holds what its client already has, per sequence."""
 
@@ -71,6 +87,8 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     generated: list[list[int]] = []
     finished: list[int] = []
     """Of a resumed request, the sequences that had ended: they do not run again."""
+    search: BeamSearch | None = None
+    """Its tokens come with its end, all at once, each with a logprob; so one that is resumed begins anew."""
     priority: int = 0
     """Lower runs first."""
     tenant: str = ""
@@ -83,7 +101,8 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
-    """Ends a request, or one sequence of it. Unknown ids are ignored: the abort may cross the last token."""
+    """Ends a request, or one sequence of it; a search as a whole. Unknown ids are ignored: the abort may cross the last
+    token."""
 
     id: int
     index: int | None = None
@@ -120,7 +139,7 @@ class RowError(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
-    """The engine as it stands after the step; counters never fall."""
+    """The engine as it stands after the step; COUNTERS never fall."""
 
     running: int
     waiting: int
@@ -154,6 +173,16 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Their logits or hidden states were not finite."""
     failed_grammar: int = 0
     """They met a token that their grammar does not allow, or its matcher failed."""
+    tier_bytes_used: int = 0
+    """Of the tier behind the pool; these are 0 where there is none."""
+    tier_bytes_total: int = 0
+    tier_restores: int = 0
+    """Sequences that began with tokens from there."""
+    tier_restored_tokens: int = 0
+    """Tokens that were read from there instead of being computed; part of the hits of the prefix cache."""
+    tier_stored_tokens: int = 0
+    tier_refused_tokens: int = 0
+    """Tokens that were there, and whose content was not what had been stored."""
     steps: int
     step_seconds: float
     """Of the last step."""
@@ -162,11 +191,19 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     step_rows: int
 
 
+COUNTERS = (
+    *("preemptions", "prefix_queried_tokens", "prefix_hit_tokens", "computed_tokens", "steps"),
+    *("drafts", "drafted_tokens", "accepted_tokens"),
+    *("failed_raised", "failed_memory", "failed_logits", "failed_grammar"),
+)
+"""Fields of EngineStats that only grow; the others are of the moment."""
+
+
 class StepOutput(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
     """All rows of one step, as columns of equal length: `ids`, `indices`, `tokens`, `finishes`.
 
     A row brings a token, an end, or both. `tokens` is -1 where a row only ends. A sequence whose draft was right has
-    several rows, in order.
+    several rows, in order; so has every beam of a search that is over.
     """
 
     ids: list[int] = []
@@ -174,7 +211,7 @@ class StepOutput(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
     tokens: list[int] = []
     finishes: list[int] = []
     logprobs: dict[int, Logprob] = {}
-    """By row number, only where asked for."""
+    """By row number, only where asked for, and of every token of a search."""
     started: list[Started] = []
     prompt_logprobs: list[PromptLogprobs] = []
     pooled: list[Pooled] = []
@@ -209,6 +246,9 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     weight_bytes: int
     load_seconds: float
     embedding: EmbeddingConfig
+    kv_divergence: float | None = None
+    """Of a pool of codes from one of 16 bits, in nats (`model.gate`); None: it holds plain numbers."""
+    kv_agreement: float | None = None
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):

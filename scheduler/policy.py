@@ -21,7 +21,7 @@ from scheduler.cost import Work
 from scheduler.estimate import OutputLengths, Peak
 from scheduler.fairness import Tenants
 from scheduler.limits import Limits
-from scheduler.sequence import Sequence
+from scheduler.sequence import Sequence, seats_taken
 from scheduler.shares import Shares
 from scheduler.waiting import WaitingQueue
 
@@ -123,8 +123,9 @@ def _plan(state: SchedulerState, budget: Budget, now: float, resting: frozenset[
     for sequence in state.running:
         start = sequence.num_computed
         pending = len(sequence.tokens) - start
-        if pending > 1:
-            prompts.append(_Prompt(sequence, start, pending))
+        if pending != 1:
+            if pending:  # else a beam that waits for the others of its search
+                prompts.append(_Prompt(sequence, start, pending))
             continue
         if resting and sequence.request.tenant in resting:
             continue
@@ -142,13 +143,13 @@ def _plan(state: SchedulerState, budget: Budget, now: float, resting: frozenset[
         context += start
     step.work = Work(len(counts), context)
     opens = bool(state.waiting) and not (state.closed and state.running)
-    seats = state.limits.max_num_seqs - len(state.running) if opens else 0
+    seats = state.limits.max_num_seqs - seats_taken(state.running) if opens else 0
     purse = budget.purse(len(counts), context, len(prompts) + min(len(state.waiting), seats))
     if purse.tokens > 0:
         if state.waiting and state.tenants.contended:
             step.claimed, victim = _shares(state).claim(state.closed)
             if step.claimed is not None:
-                step.scarce = len(state.running) >= state.limits.max_num_seqs - 1
+                step.scarce = seats_taken(state.running) >= state.limits.max_num_seqs - 1
             if victim is not None:
                 return Plan(now, victim=victim, claimed=step.claimed, scarce=step.scarce)
         if state.waiting and (step.claimed is not None or opens):
@@ -223,9 +224,9 @@ def _candidates(state: SchedulerState, step: Plan, running: Items[_Prompt], toke
     pool = state.pool
     limits = state.limits
     claimed = step.claimed
-    seats = limits.max_num_seqs - len(state.running)
+    seats = limits.max_num_seqs - seats_taken(state.running)
     if step.now < state.reserved and limits.max_num_seqs >= MANY_SEATS:
-        seats = max(seats - 1, int(claimed is not None))
+        seats = max(seats - 1, claimed.request.seats if claimed is not None else 0)
     if seats <= 0:
         return []
     capacity = pool.num_usable - int(limits.watermark * pool.num_usable)
@@ -251,7 +252,8 @@ def _candidates(state: SchedulerState, step: Plan, running: Items[_Prompt], toke
                 continue
             hit = pool.match(sequence.tokens, salt, hashes)
         begins = _Prompt(sequence, hit.tokens, len(sequence.tokens) - hit.tokens, hit)
-        if not peak.admit(sequence, len(hit.blocks) - hit.free, sequence is claimed):
+        shared = len(hit.blocks) - hit.free
+        if sequence.request.seats > seats or not peak.admit(sequence, shared, sequence is claimed):
             if not state.running and not found:
                 # Alone it fits, else it had been refused; what it really needs will show.
                 return [begins]
@@ -263,7 +265,8 @@ def _candidates(state: SchedulerState, step: Plan, running: Items[_Prompt], toke
             continue
         wanted += begins.pending if found else 0
         found.append(begins)
-        if len(found) == min(seats, limits.look_ahead) or wanted >= tokens:
+        seats -= sequence.request.seats
+        if seats <= 0 or len(found) == limits.look_ahead or wanted >= tokens:
             break
     if found and all(begins.sequence is not head for begins in found):
         step.passed = head

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from scheduler.messages import Submit
+from scheduler.beams import most_tokens
+from scheduler.limits import Limits
+from scheduler.messages import BeamSearch, Submit
 
 
-def refusal(submit: Submit, max_model_len: int, num_blocks: int, block_size: int) -> str | None:
+def refusal(submit: Submit, limits: Limits, num_blocks: int, block_size: int) -> str | None:
     """One line that says why, or None. `num_blocks`: usable ones."""
     if not submit.prompt_ids:
         return "prompt: it is empty; at least one token is needed"
@@ -19,9 +21,26 @@ def refusal(submit: Submit, max_model_len: int, num_blocks: int, block_size: int
         return f"finished: {submit.finished} leaves none of n = {submit.n} sequences to run"
     # Room for the prompt and one generated token; none is generated where max_tokens is 0.
     tokens = len(submit.prompt_ids) + min(submit.params.max_tokens, 1)
-    if tokens > max_model_len:
-        return f"prompt: {len(submit.prompt_ids)} tokens, the context holds {max_model_len} with the generated ones"
+    if tokens > limits.max_model_len:
+        return (
+            f"prompt: {len(submit.prompt_ids)} tokens, the context holds {limits.max_model_len} with the generated ones"
+        )
     blocks = -(-tokens // block_size)
     if blocks > num_blocks:
         return f"prompt: needs {blocks} blocks of {block_size} tokens, the pool has {num_blocks}"
+    if submit.search is not None:
+        return _search_refusal(submit, submit.search, limits, num_blocks, block_size)
+    return None
+
+
+def _search_refusal(submit: Submit, search: BeamSearch, limits: Limits, num_blocks: int, block_size: int) -> str | None:
+    if submit.params.grammar is not None or submit.params.pooling is not None:
+        return "beam_width: a search takes neither a grammar nor pooling"
+    if any(submit.generated) or submit.finished:
+        return "generated: a search begins anew"
+    if not submit.n <= search.width <= limits.max_num_seqs:
+        return f"beam_width: must be between n = {submit.n} and the {limits.max_num_seqs} sequences that run at once"
+    most = most_tokens(len(submit.prompt_ids), search.width, num_blocks, block_size)
+    if most <= len(submit.prompt_ids):
+        return f"beam_width: {search.width} beams of {len(submit.prompt_ids)} tokens need more than {num_blocks} blocks"
     return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from model.batch import NO_TOKEN
+from scheduler.beams import Beam
 from scheduler.messages import EngineStats, FinishReason, Logprob, Pooled, PromptLogprobs, RowError, Started, StepOutput
 from scheduler.sequence import Sequence
 
@@ -31,6 +32,16 @@ class Report:
         self.indices.append(sequence.index)
         self.tokens.append(token)
         self.finishes.append(finish)
+
+    def beam(self, request: int, index: int, beam: Beam) -> None:
+        """All tokens of a beam, and its end."""
+        for step in beam.steps():
+            self.logprobs[len(self.ids)] = step.value
+            self.ids.append(request)
+            self.indices.append(index)
+            self.tokens.append(step.token)
+            self.finishes.append(int(FinishReason.RUNNING))
+        self.finishes[-1] = int(FinishReason.STOP if beam.stopped else FinishReason.LENGTH)
 
     def end(self, request: int, index: int, finish: FinishReason, error: str | None = None) -> None:
         """An end without a token."""

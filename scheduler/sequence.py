@@ -6,10 +6,14 @@ others are unborn until it has drawn its first token, then they are forked from 
       UNBORN ──fork──▶ RUNNING ◀──admit── WAITING          every phase ──end──▶ FINISHED
          └──no seat, or the leader ended──────▲ ▲
                           RUNNING ──preempt─────┘
+
+In a search each sequence is a slot for a beam. All live ones run, and one that is through with a round's step waits for
+the others; or one waits, or computes again what it knows, and the others are unborn: they are forked from it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from enum import IntEnum
 
 import msgspec
@@ -18,6 +22,7 @@ from kvpool.table import BlockTable
 from model.grammar import Matcher
 from model.params import Logprob, SamplingParams
 from model.pooling import Vector, finished
+from scheduler.beams import Beams
 from scheduler.drafter import Drafter
 from scheduler.messages import FinishReason, Submit
 
@@ -43,9 +48,11 @@ class Request:
 
     __slots__ = (
         "alive",
+        "beams",
         "billed",
         "forks",
         "id",
+        "n",
         "params",
         "pooled",
         "prompt_len",
@@ -64,9 +71,12 @@ class Request:
         self.tenant = submit.tenant
         self.prompt_len = len(submit.prompt_ids)
         self.started = False
-        self.forks = submit.n > 1
+        self.n = submit.n
+        """Sequences of the answer."""
+        width = submit.n if submit.search is None else submit.search.width
+        self.forks = width > 1
         """Whether its sequences may share a block that one of them still writes to."""
-        self.alive = submit.n - len(set(submit.finished))
+        self.alive = width - len(set(submit.finished))
         """Sequences that have not ended."""
         resumed = any(submit.generated) or bool(submit.finished)
         self.billed = self.prompt_len if resumed else 0
@@ -79,6 +89,18 @@ class Request:
         self.pooled: Vector | None = None
         """Where `params.pooling` asks for it: the hidden states since it was admitted, pooled."""
         limit = min(self.prompt_len + submit.params.max_tokens, capacity)
+        self.beams: Beams | None = None
+        if submit.search is not None:
+            params = submit.params
+            self.beams = Beams(submit.search, params.stop_token_ids, limit - self.prompt_len, params.logprobs or 0)
+            self.params = SamplingParams(
+                max_tokens=params.max_tokens,
+                seed=params.seed,
+                temperature=0.0,
+                stop_token_ids=params.stop_token_ids,
+                logprobs=self.beams.wanted,
+                prompt_logprobs=self.params.prompt_logprobs,
+            )
         self.sequences = [
             Sequence(
                 self,
@@ -87,7 +109,7 @@ class Request:
                 limit,
                 (submit.priority, submit.arrival, submit.id, index),
             )
-            for index in range(submit.n)
+            for index in range(width)
         ]
         for sequence in self.sequences:
             sequence.salt = prefix_salt(submit.salt, len(sequence.tokens), rope_switch)
@@ -104,6 +126,16 @@ class Request:
         """Not where every position counts: a cached one has keys, and neither logits nor a hidden state."""
         pooling = self.params.pooling
         return self.prompt_values is None and (pooling is None or pooling.kind != "mean")
+
+    @property
+    def seats(self) -> int:
+        """That must be free before it begins: its beams cannot do without one another."""
+        return 1 if self.beams is None else len(self.sequences)
+
+    @property
+    def left(self) -> list[Sequence]:
+        """Those that have not ended, the unborn first: ended in this order, nobody is made leader only to end next."""
+        return sorted((s for s in self.sequences if s.phase is not Phase.FINISHED), key=lambda s: s.phase)
 
     def bill(self, start: int, end: int) -> int:
         """How many of the prompt's tokens `start`, …, `end` - 1 are computed for the first time, now that they are."""
@@ -204,6 +236,12 @@ class Sequence:
         if self.tokens[-1] in params.stop_token_ids and self.generated > params.min_tokens:
             return FinishReason.STOP
         return FinishReason.LENGTH if len(self.tokens) >= self.limit else FinishReason.RUNNING
+
+
+def seats_taken(running: Collection[Sequence]) -> int:
+    """Those of the running, and those kept for the beams that are forked from one of them."""
+    searches = {sequence.request for sequence in running if sequence.request.beams is not None}
+    return len(running) + sum(len(request.unborn) for request in searches)
 
 
 def prefix_salt(salt: bytes, length: int, rope_switch: int | None) -> bytes:

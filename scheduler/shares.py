@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from kvpool.pool import KVPool
 from scheduler.estimate import OutputLengths
 from scheduler.limits import Limits
-from scheduler.sequence import Sequence
+from scheduler.sequence import Sequence, seats_taken
 from scheduler.waiting import WaitingQueue
 
 MOST_HEADS = 32
@@ -57,7 +57,8 @@ class Shares:
         self._held: dict[str, _Holding] = {}
         for sequence in running:
             held = self._held.setdefault(sequence.request.tenant, _Holding())
-            blocks = max(len(sequence.table.blocks), self._blocks(len(sequence.tokens))) - sequence.shared
+            blocks = max(len(sequence.table.blocks), self._blocks(len(sequence.tokens)))
+            blocks -= max(sequence.shared, sequence.table.freed)
             held.seats += 1
             held.blocks += blocks
             held.expected += blocks + self._growth(sequence)
@@ -70,7 +71,7 @@ class Shares:
         capacity = pool.num_usable - int(limits.watermark * pool.num_usable)
         room = capacity - sum(held.blocks for held in self._held.values())
         slack = capacity - sum(held.expected for held in self._held.values())
-        seats = limits.max_num_seqs - len(self._running)
+        seats = limits.max_num_seqs - seats_taken(self._running)
         heads = self._waiting.heads(MOST_HEADS)
         if heads and heads[0].bypasses >= limits.max_bypasses and heads[0].request.tenant not in self._held:
             # It may need more than its share, and its tenant has nothing else: the pool empties for it.
@@ -82,12 +83,15 @@ class Shares:
             share = self._share(tenant)
             blocks = self._blocks(len(head.tokens))
             expected = blocks + self._growth(head)
-            if seats > 1 and expected <= slack and not closed:
+            need = head.request.seats
+            if seats > need and expected <= slack and not closed:
                 continue  # It needs no claim.
             if held.expected + expected > share * pool.num_usable:
                 continue
-            if seats <= 1 and held.seats >= share * limits.max_num_seqs / 2:
+            if seats <= need and held.seats >= share * limits.max_num_seqs / 2:
                 continue
+            if seats < need and need > 1:
+                continue  # A search takes nobody's seat, for it would have to take many; see max_bypasses.
             giver = None
             if seats <= 0:
                 giver = self._giver(head, lambda holding: holding.seats, limits.max_num_seqs)

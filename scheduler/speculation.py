@@ -82,8 +82,8 @@ class Speculation:
     def _room(self, sequence: Sequence) -> int:
         """The longest draft of a sequence that lacks one token, wherever it ends: with it comes one token more."""
         known, request = len(sequence.tokens), sequence.request
-        if request.unborn or request.prompt_values is not None:
-            return 0  # Siblings are about to share its blocks; every position's logits are asked for already.
+        if request.unborn or request.beams is not None or request.prompt_values is not None:
+            return 0  # Others are about to share its blocks, or every position's logits are asked for already.
         most = min(self._most, sequence.limit - known - 1)
         # The token that grows it past the switch must be the last one, for then its keys are turned anew.
         return most if self._switch is None or known > self._switch else min(most, self._switch - known)

@@ -17,20 +17,24 @@ import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 from typing import Protocol
 
 from kvpool.budget import BudgetError
+from kvpool.disk import TierError
 from model.errors import ModelError
 from scheduler.channel import Channel, Closed
 from scheduler.config import EngineConfig
 from scheduler.engine import Message
 from scheduler.messages import STACKS, Failed, Progress, Ready, StepOutput
+from scheduler.tiering import Tiering
 
 log = logging.getLogger(__name__)
 
-USER_ERRORS = (ModelError, BudgetError)
+USER_ERRORS = (ModelError, BudgetError, TierError)
 """Their messages are one line that the user can act on."""
 EXIT_FAILED = 1
 EXIT_USER_ERROR = 2
@@ -41,6 +45,9 @@ class Steps(Protocol):
 
     @property
     def has_work(self) -> bool: ...
+
+    @property
+    def tiering(self) -> Tiering | None: ...
 
     def step(self, inbox: list[Message]) -> StepOutput: ...
 
@@ -53,6 +60,7 @@ Factory = Callable[[EngineConfig, Report], tuple[Steps, Ready]]
 def run(sock: socket.socket, factory: Factory) -> int:
     """Serve the other end of `sock` until it closes; the exit status. Owns the socket."""
     channel = Channel(sock)
+    tiering: Tiering | None = None
     try:
         try:
             config = channel.config()
@@ -65,9 +73,19 @@ def run(sock: socket.socket, factory: Factory) -> int:
         gc.collect()
         gc.freeze()
         channel.send(ready)
+        if config.kv_disk is not None:
+            _end_gently(sock)
+        tiering = engine.tiering
         while True:
-            channel.send(engine.step(channel.receive(wait=not engine.has_work)))
+            chores = tiering is not None and tiering.has_chores
+            messages = channel.receive(wait=not (engine.has_work or chores))
+            if tiering is not None and not messages and not engine.has_work:
+                tiering.chore()
+            else:
+                channel.send(engine.step(messages))
     except Closed:
+        if tiering is not None:
+            tiering.close()
         return 0
     finally:
         channel.close()
@@ -83,6 +101,17 @@ def _factory() -> Factory:
 def _end(signum: int, frame: FrameType | None) -> None:
     # Not sys.exit: an exception that meets a destructor is swallowed there, and the process would live on.
     os._exit(0)
+
+
+def _end_gently(sock: socket.socket) -> None:
+    """From now on SIGTERM does what a closed socket does, behind the step that runs: there may be something to save."""
+
+    def end(signum: int, frame: FrameType | None) -> None:
+        with suppress(OSError):
+            sock.shutdown(socket.SHUT_RD)
+
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, end)
 
 
 def main() -> int:

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from server.engine_process import EngineProcess
 
 BAD_START, INTERRUPTED = 2, 130
+HELP = frozenset({"-h", "--help"})
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -19,6 +24,35 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> int:
+    command, rest = argv[:1], argv[1:]
+    if command == ["serve"] and HELP.isdisjoint(rest):
+        from server.engine_process import EngineProcess
+
+        # It imports for seconds; what follows, until it can be told what to load, takes a third of that.
+        try:
+            begun = EngineProcess()
+        except OSError as error:
+            return _refuse(f"no process can be made for the engine: {error.strerror}")
+        with begun as engine:
+            return _serve(argv, engine)
+    if command == ["plan"]:
+        from server.planning import PlanError, print_plan
+
+        try:
+            print_plan(rest)
+        except PlanError as error:
+            return _refuse(error)
+        return 0
+    if command == ["bench"]:
+        from loadtest.__main__ import main as bench
+
+        return bench(rest)
+    _flags(argv)
+    return BAD_START
+
+
+def _flags(argv: list[str]) -> dict[str, object]:
+    """What is given to `octavo serve`. Ends the process where anything else is asked."""
     from server.cli import Flags, add_serve_arguments
     from server.version import VERSION
 
@@ -29,27 +63,16 @@ def _run(argv: list[str]) -> int:
     # All their arguments are their own, --help too.
     commands.add_parser("plan", help="say what fits into a KV cache", add_help=False)
     commands.add_parser("bench", help="measure a server, or the engine alone", add_help=False)
-    if argv[:1] == ["plan"]:
-        from server.planning import PlanError, print_plan
-
-        try:
-            print_plan(argv[1:])
-        except PlanError as error:
-            return _refuse(error)
-        return 0
-    if argv[:1] == ["bench"]:
-        from loadtest.__main__ import main as bench
-
-        return bench(argv[1:])
     flags = vars(parser.parse_args(argv))
     del flags["command"]
-    return _serve(flags)
+    return flags
 
 
-def _serve(flags: dict[str, object]) -> int:
+def _serve(argv: list[str], engine: EngineProcess) -> int:
     import os
     from pathlib import Path
 
+    flags = _flags(argv)
     from server.settings import ENV_PREFIX, BadSettings, load_settings, unknown_variables
 
     try:
@@ -66,12 +89,12 @@ def _serve(flags: dict[str, object]) -> int:
     for name in unknown_variables(os.environ):
         warn(f"the variable {name} is no setting of this server and does nothing")
     try:
-        return serve(settings)
+        return serve(settings, engine)
     except StartError as error:
         return _refuse(error)
 
 
-def _refuse(error: Exception) -> int:
+def _refuse(error: object) -> int:
     sys.stderr.write(f"octavo: {error}\n")
     return BAD_START
 

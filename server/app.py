@@ -33,13 +33,14 @@ from server.routes import (
     metrics,
     models,
     responses,
+    sleep,
     tokens,
     usage,
 )
 from server.service import Service
 from server.version import VERSION
 
-MODULES = (completions, chat, responses, messages, embeddings, models, tokens, health, metrics, usage, docs)
+MODULES = (completions, chat, responses, messages, embeddings, models, tokens, health, metrics, usage, sleep, docs)
 ROUTERS = [module.router for module in MODULES]
 ROUTES = [route for router in ROUTERS for route in router.routes if isinstance(route, Route)]
 

@@ -9,6 +9,10 @@ The system takes SEND_BYTES that a client has not been sent yet, and no more: so
 slow, and what comes for it meanwhile is merged in its RequestStream instead of lying in megabytes of buffers. A client
 that takes less than half of that in --send-timeout, where something waits for it, is hung up on.
 
+A client that is refused may still be sending, and a socket that is closed with something unread resets the connection:
+its system then forgets the answer that it has. So after such an answer the connection ends its own side, and for a
+moment reads on, to throw away what comes.
+
 A client may shut down its sending side once its request is complete, and is answered. From here that looks just as if
 it had gone, so the connection is given a few bytes that mean nothing: a client that is gone resets it.
 """
@@ -39,7 +43,9 @@ SMALL_BYTES, MAX_SMALL = 64, 2**14
 """Pieces of a body smaller than that, and how many of them a request may have: each costs as much as kilobytes do."""
 SEND_BYTES = 2**16
 NOT_SENT = getattr(socket, "TCP_NOTSENT_LOWAT", None)
-LINGER_SECONDS = 0.5
+LINGER_SECONDS, LINGER_BYTES = 1.0, 2**25
+"""After its last answer, for a client to notice while it is sending a request, and how much of that is read."""
+DRAIN_SECONDS = 0.5
 """At the end of a drain, for the rest of an answer to be read."""
 RESET_SECONDS = 0.25
 """Between two looks at whether a client that sends no more has reset the connection."""
@@ -50,6 +56,22 @@ OUTLET = "octavo.outlet"
 """Among a request's ASGI extensions: its Outlet."""
 
 
+class Door:
+    """The transport as a request sees it: to close it is to hang up in good order."""
+
+    __slots__ = ("_connection", "write")
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self.write = connection.transport.write
+
+    def is_closing(self) -> bool:
+        return self._connection.ending or self._connection.transport.is_closing()
+
+    def close(self) -> None:
+        self._connection.hang_up()
+
+
 class Outlet:
     """Writes parts of a chunked body straight to the transport.
 
@@ -57,10 +79,10 @@ class Outlet:
     front of it. Head and end of the response must go through `send`.
     """
 
-    __slots__ = ("_flow", "_transport", "begun")
+    __slots__ = ("_door", "_flow", "begun")
 
-    def __init__(self, transport: asyncio.Transport, flow: FlowControl) -> None:
-        self._transport = transport
+    def __init__(self, door: Door, flow: FlowControl) -> None:
+        self._door = door
         self._flow = flow
         self.begun = False
         """Whether the head of a response is out whose parts go this way."""
@@ -72,8 +94,8 @@ class Outlet:
 
     def write(self, data: bytes) -> bool:
         """One part, not empty, as one write; nothing where the client has gone. Whether there is room for the next."""
-        if not self._transport.is_closing():
-            self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        if not self._door.is_closing():
+            self._door.write(b"%x\r\n%b\r\n" % (len(data), data))
         return not self._flow.write_paused
 
     async def drain(self) -> None:
@@ -108,6 +130,10 @@ class Connection(H11Protocol):
     _unsent = 0
     """Bytes that waited for the client when `_stall` was set."""
     _outlet: Outlet | None = None
+    ending = False
+    """It has had its last answer, and may still be sending."""
+    _spare = 0
+    """Bytes that are still read then."""
 
     def __init__(self, connections: Connections, **given: Any) -> None:
         """`given`: by uvicorn."""
@@ -118,16 +144,26 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.app = self._answer
+        self._door = Door(self)
         transport.set_write_buffer_limits(0)  # told when the first byte waits, and when none does any more
-        if NOT_SENT is not None:
-            with contextlib.suppress(OSError):  # the client may have gone already
-                transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, NOT_SENT, SEND_BYTES)
+        sock = transport.get_extra_info("socket")
+        with contextlib.suppress(OSError):  # the client may have gone already
+            # asyncio does so only where the listening socket names its protocol. A token must not wait for the one
+            # before it to be acknowledged, which takes up to 40 ms.
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if NOT_SENT is not None:
+                sock.setsockopt(socket.IPPROTO_TCP, NOT_SENT, SEND_BYTES)
         if self._all.enter(self):
             self._deadline = self.loop.call_later(HEAD_SECONDS, self._no_head)
         else:
             self._refuse(Unavailable(f"The server has {self._all.limit} connections, and takes no more."))
 
     def data_received(self, data: bytes) -> None:
+        if self.ending:
+            self._spare -= len(data)
+            if self._spare < 0:
+                self.transport.close()
+            return
         super().data_received(data)
         if self.cycle is not None and not self.cycle.response_complete:
             self._disarm()
@@ -137,6 +173,8 @@ class Connection(H11Protocol):
             self._deadline = self.loop.call_later(HEAD_SECONDS, self._no_head)
 
     def on_response_complete(self) -> None:
+        if self.ending:
+            return
         super().on_response_complete()
         if not self.transport.is_closing() and (self.cycle.response_complete or self.cycle.more_body):
             self._all.asks(self)
@@ -169,20 +207,49 @@ class Connection(H11Protocol):
         """Hang up, without what was not sent yet."""
         self.transport.abort()
 
+    def hang_up(self) -> None:
+        """An answer is out, and is the last one."""
+        if self.cycle.more_body or self.conn.trailing_data[0]:
+            self._linger()
+        else:
+            self.transport.close()
+
+    def _linger(self) -> None:
+        """Close as soon as the client has, or after a moment."""
+        if self.transport.is_closing() or self.ending:
+            return
+        if self._watch is not None:  # it sends no more
+            self.transport.close()
+            return
+        self.ending, self._spare = True, LINGER_BYTES
+        self._all.ends(self)
+        self._unset_keepalive_if_required()
+        self._disarm()
+        self._deadline = self.loop.call_later(LINGER_SECONDS, self.transport.close)
+        with contextlib.suppress(OSError):  # the client may have gone already
+            self.transport.write_eof()
+        self.flow.resume_reading()
+
     def shutdown(self) -> None:
         """The drain is over: nobody waits for who has not said what it wants, nor for long for who does not read."""
-        if self.cycle is not None and self.cycle.more_body and not self.cycle.response_complete:
-            self.drop()
-        else:
-            super().shutdown()
-        if self.flow.write_paused:
-            self.loop.call_later(LINGER_SECONDS, self.drop)
+        cycle = self.cycle
+        if not self.ending:
+            if cycle is None or not cycle.more_body:
+                super().shutdown()
+            elif cycle.response_complete:
+                self._linger()
+            else:
+                self.drop()
+        if self.ending or self.flow.write_paused:
+            self.loop.call_later(DRAIN_SECONDS, self.drop)
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
         """True keeps the connection, to answer a request that is complete. HTTP/1.0 knows no answer before the answer
         and so no probe: there the end of a client's data is the end."""
         cycle = self.cycle
-        if cycle is None or cycle.more_body or cycle.response_complete or cycle.scope["http_version"] != "1.1":
+        if self.ending or cycle is None or cycle.more_body or cycle.response_complete:
+            return None
+        if cycle.scope["http_version"] != "1.1":
             return None
         cycle.keep_alive = False
         if not cycle.response_started:
@@ -215,6 +282,7 @@ class Connection(H11Protocol):
 
     def _refuse(self, error: RequestError) -> None:
         """Say why, unless an answer has begun, and hang up."""
+        begun = self.conn.our_state is h11.SEND_BODY
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             reply = error_response(error)
             reply.headers["connection"] = "close"
@@ -224,12 +292,17 @@ class Connection(H11Protocol):
                 self.transport.write(self.conn.send(event) or b"")
         if self.cycle is not None:
             self.cycle.disconnected = True
-        self.transport.close()
+            self.cycle.message_event.set()
+        if begun:
+            self.transport.close()
+        else:
+            self._linger()
 
     def _unsupported_upgrade_warning(self) -> None:
         """Not a word: a request to become a WebSocket is answered as if it had not asked."""
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.cycle.transport = self._door  # type: ignore[assignment]
         headers, wrong = scope["headers"], ""
         if scope["http_version"] not in ("1.0", "1.1"):
             wrong = "version: HTTP/1.0 or HTTP/1.1 is understood"
@@ -243,7 +316,7 @@ class Connection(H11Protocol):
             await error_response(error)(scope, receive, send)
             return
         if scope["http_version"] == "1.1":  # then a body without a length is chunked
-            self._outlet = Outlet(self.transport, self.flow)
+            self._outlet = Outlet(self._door, self.flow)
             scope["extensions"] = {OUTLET: self._outlet}
         await self.config.loaded_app(scope, receive, send)
 

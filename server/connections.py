@@ -1,7 +1,8 @@
 """All connections of a server: how many there may be, and who goes first where there are too many.
 
     opened ──▶ asking ──▶ answered ──▶ asking (idle, or the next request) ──▶ closed
-                 │ limit reached: the one that has asked for longest is closed
+                 │                         └ refused, and may still be sending: ending ──▶ closed
+                 │ limit reached: one that is ending is closed, else the one that has asked for longest
                  └ nobody asks: the newcomer is told 503
 
 Whoever holds connections and completes no request loses them to whoever does: slow heads, slow bodies and idle
@@ -18,6 +19,8 @@ OWN_FILES = 192
 """Left for the engine's socket, grammars' processes, weights, and connections accepted in one go."""
 MOST_FILES = 2**16
 """Asked of the system at most: some keep a table of all that are allowed."""
+MOST_REFUSED = 32
+"""Newcomers beyond the limit that are read from until they know it."""
 REASONS = ("max_connections", "head_timeout", "send_timeout")
 
 
@@ -56,17 +59,21 @@ class Connections:
         """By reason."""
         self._asking: dict[Droppable, None] = {}
         """Those whose request is not complete, longest first."""
+        self._ending: dict[Droppable, None] = {}
+        """Those that had their last answer, longest first."""
 
     def enter(self, connection: Droppable) -> bool:
         """Count a new connection, which asks. False where there is no room for it: then it must be refused."""
         self.count += 1
         if self.count > self.limit:
             self.dropped["max_connections"] += 1
-            if not self._asking:
-                return False
-            oldest = next(iter(self._asking))
-            del self._asking[oldest]
-            oldest.drop()
+            room = self.count - len(self._ending) <= self.limit
+            if room or len(self._ending) > MOST_REFUSED:
+                _drop_first(self._ending)
+            if not room:
+                if not self._asking:
+                    return False
+                _drop_first(self._asking)
         self._asking[connection] = None
         return True
 
@@ -78,7 +85,19 @@ class Connections:
         """Its request is complete: it keeps its place until the answer is, too."""
         self._asking.pop(connection, None)
 
+    def ends(self, connection: Droppable) -> None:
+        """It was refused for good, and stays for a moment."""
+        self._asking.pop(connection, None)
+        self._ending[connection] = None
+
     def leave(self, connection: Droppable) -> None:
         """It is closed."""
         self.count -= 1
         self._asking.pop(connection, None)
+        self._ending.pop(connection, None)
+
+
+def _drop_first(connections: dict[Droppable, None]) -> None:
+    first = next(iter(connections))
+    del connections[first]
+    first.drop()

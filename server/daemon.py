@@ -18,7 +18,7 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -33,9 +33,10 @@ from scheduler.messages import Progress, Ready
 from server.admission import Admission
 from server.app import create_app
 from server.connection import Connection
+from server.drain import CLOSE_SECONDS, drain
 from server.engine_client import EngineClient, EngineFailed
 from server.engine_process import EngineProcess
-from server.errors import RequestError, Unavailable
+from server.errors import RequestError
 from server.metrics import Metrics
 from server.parsing.detect import detect
 from server.parsing.formats import HERMES
@@ -43,6 +44,7 @@ from server.prompts import PromptBuilder, PromptLimits
 from server.sampling import Sampling
 from server.service import Loaded, Service
 from server.settings import Settings
+from server.sleep import Sleep
 from server.start import StartError, report
 from server.structured.compiler import Structures
 from server.supervisor import Supervisor
@@ -53,11 +55,11 @@ log = logging.getLogger("octavo")
 HEADER_BYTES = 64 * 1024
 KEEP_ALIVE_SECONDS = 75
 """Longer than load balancers keep an idle connection, so that none of them writes to one that was just closed."""
-BACKLOG, AT_ONCE = 2048, 64
-"""Connections that wait to be accepted, and those accepted in one go. asyncio has one number for both: out of files, it
-would log an error for each of 2,048."""
-CLOSE_SECONDS = 1
-"""For connections to end once their responses are complete."""
+BACKLOG, AT_ONCE = 2048, 16
+"""Connections that wait to be accepted, and those accepted in one go. asyncio has one number for both. It accepts
+before it makes connections of what it accepted, and one that is dropped keeps its file for another turn of the loop:
+up to four goes are open beyond the limit of `connections`, which leaves OWN_FILES for them."""
+SHUT_DOWN = "The server shut down before this request was finished."
 GONE_SECONDS = 1.0
 """A server without an engine answers 503 for so long, and ends with an error."""
 OK, FAILED = 0, 1
@@ -160,9 +162,8 @@ class Daemon:
         sock: socket.socket,
         source: ModelSource,
         engine: EngineProcess,
-        spawn: Callable[[], EngineProcess],
     ) -> None:
-        """`engine`: the process that was begun already; `spawn` makes another where that dies."""
+        """`engine`: the process that was begun already; another is made where that dies."""
         self.service = make_service(settings, tuple(settings.served_model_name) or (source.name,))
         self._settings = settings
         self._source = source
@@ -171,10 +172,13 @@ class Daemon:
             self.service.client,
             settings.engine(),
             engine,
-            spawn,
+            EngineProcess,
             settings.max_engine_restarts,
             self.service.metrics.engine_restarts,
         )
+        if settings.enable_sleep_mode:
+            client, admission = self.service.client, self.service.admission
+            self.service.sleep = Sleep(client, admission, self._supervisor, settings.drain_timeout)
         self._stopping = asyncio.Event()
         self._signals = 0
         self._http = make_http(self.service)
@@ -243,18 +247,4 @@ class Daemon:
         """Let what runs end; after --drain-timeout end it, with an error that its clients can read."""
         service, seconds = self.service, self._settings.drain_timeout
         report(Progress("drain", f"{service.admission.requests} requests in flight, at most {seconds:g} s"))
-        if not await _until(lambda: not service.admission.requests or service.client.gone.is_set(), seconds):
-            for stream in list(service.client.live.values()):
-                service.client.fail(stream, Unavailable("The server shut down before this request was finished."))
-            await _until(lambda: not service.admission.requests, CLOSE_SECONDS)
-
-
-async def _until(condition: Callable[[], bool], seconds: float) -> bool:
-    """Whether it came true in time. Looks every 20 ms: a drain is no hot path."""
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + seconds
-    while not condition():
-        if loop.time() >= deadline:
-            return False
-        await asyncio.sleep(0.02)
-    return True
+        await drain(service.client, service.admission, seconds, SHUT_DOWN, service.client.gone.is_set)

@@ -17,7 +17,10 @@ import socket
 import time
 from collections.abc import Callable
 
+import msgspec
+
 from scheduler.messages import (
+    COUNTERS,
     Abort,
     EngineConfig,
     EngineStats,
@@ -119,11 +122,11 @@ class EngineClient:
 
     @property
     def counters(self) -> EngineStats | None:
-        """Of all engines so far: counters must not fall. What is of the moment is in `stats`."""
+        """COUNTERS of all engines so far: they must not fall. What is of the moment is in `stats`."""
         if self._past is None or self.stats is None:
             return self.stats or self._past
         past, now = self._past, self.stats
-        return EngineStats(**{name: getattr(past, name) + getattr(now, name) for name in now.__struct_fields__})
+        return msgspec.structs.replace(now, **{name: getattr(past, name) + getattr(now, name) for name in COUNTERS})
 
     @property
     def computed_tokens(self) -> int:
@@ -204,6 +207,10 @@ class EngineClient:
     def excuse(self, seconds: float) -> None:
         """This process itself stood still for so long: the engine may have spoken all the time."""
         self._heard += seconds
+
+    def expect(self) -> None:
+        """Another engine is wanted from now on: until here nobody waited for one."""
+        self._down = self._clock()
 
     def close(self) -> None:
         """Hang up: the engine process ends itself. What it has not read yet is not worth waiting for."""

@@ -1,7 +1,7 @@
 """The engine's process, as the operating system sees it: begun before all else, for it has the longest way to go.
 
-settings ─ bind ─ begin the process ─ import FastAPI and the rest ─ listen ─ send the configuration
-                       └ import torch ───────────────────────────────────────────┴ load the model ─ ready
+begin the process ─ settings ─ bind ─ import FastAPI and the rest ─ listen ─ send the configuration
+       └ import torch ───────────────────────────────────────────────────────────┴ load the model ─ ready
 """
 
 from __future__ import annotations

@@ -114,6 +114,10 @@ class AuthenticationError(
     """No key, or a wrong one."""
 
 
+class Forbidden(RequestError, status=403, code="admin_key_required", type="permission_error"):
+    """The key may not do that."""
+
+
 class NotFound(RequestError, status=404, code="not_found"):
     """Unknown model or route."""
 

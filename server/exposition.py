@@ -91,8 +91,13 @@ class ServerCollector(Collector):
         )
         yield gauge("kv_usage_ratio", "Share of the KV pool that is active.", used, "vllm:kv_cache_usage_perc")
         yield gauge("kv_active_tokens", "Tokens held in active blocks.", stats.tokens_active)
+        tier = {"used": stats.tier_bytes_used, "free": stats.tier_bytes_total - stats.tier_bytes_used}
+        by_state: Samples = [({"state": name}, count) for name, count in tier.items()]
+        yield gauge("kv_tier_bytes", "Bytes of the tier behind the KV pool: used, free.", by_state)
         yield gauge("connections", "Open connections.", service.connections.count)
         yield gauge("engine_up", "Whether the engine serves.", float(state in ("ready", "draining")))
+        asleep = float(state == "asleep")
+        yield gauge("engine_asleep", "Whether the engine was put to sleep.", asleep)
         yield gauge("step_stalled", "Whether the engine is silent with work pending.", float(state == "stalled"))
         yield gauge("build_info", "The version.", [({"version": VERSION}, 1)])
         if loaded is not None:
@@ -101,6 +106,11 @@ class ServerCollector(Collector):
             info = {"model_name": service.names[0], **{name: str(getattr(ready, name)) for name in names}}
             yield gauge("model_info", "What is served, and how.", [(info, 1)])
             yield gauge("model_weight_bytes", "Size of the weights.", ready.weight_bytes)
+            if ready.kv_divergence is not None and ready.kv_agreement is not None:
+                help = "Of the KV format from 16 bits at the start: mean KL of the next token."
+                yield gauge("kv_divergence_nats", help, ready.kv_divergence)
+                help = "Share of places with the same likeliest token as with 16 bits, at the start."
+                yield gauge("kv_agreement_ratio", help, ready.kv_agreement)
             yield gauge("kv_pool_bytes", "Size of the KV pool.", ready.kv_bytes)
             yield gauge("model_load_seconds", "How long loading took.", ready.load_seconds)
 
@@ -148,6 +158,13 @@ class ServerCollector(Collector):
             stats.prefix_hit_tokens,
             "vllm:prefix_cache_hits",
         )
+        yield counter("kv_tier_hits", "Sequences that began with tokens from the KV tier.", stats.tier_restores)
+        by_fate: Samples = [
+            ({"event": "restored"}, stats.tier_restored_tokens),
+            ({"event": "stored"}, stats.tier_stored_tokens),
+            ({"event": "refused"}, stats.tier_refused_tokens),
+        ]
+        yield counter("kv_tier_tokens", "Tokens moved by the KV tier; refused: not what had been stored.", by_fate)
         drafts = "Rows of a step that had a draft, guessed tokens to verify."
         yield counter("drafts", drafts, stats.drafts, "vllm:spec_decode_num_drafts")
         yield counter("draft_tokens", "Guessed tokens.", stats.drafted_tokens, "vllm:spec_decode_num_draft_tokens")

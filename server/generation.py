@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from model.params import SamplingParams
-from scheduler.messages import Submit
+from scheduler.messages import BeamSearch, Submit
 from server.echo import Echo
 from server.errors import DeadlineExceeded
 from server.lease import ASSUMED_TOKENS
@@ -36,6 +36,7 @@ class Job:
     echo: Echo | None = None
     text: str = ""
     """The prompt's, where the answer has it."""
+    search: BeamSearch | None = None
 
 
 def stream_options(body: GenerationRequest) -> StreamOptions:
@@ -95,7 +96,8 @@ class Generation:
                     prompt_ids=job.prompt_ids,
                     params=job.params,
                     n=job.n,
-                    priority=job.priority,
+                    search=job.search,
+                    priority=max(job.priority, self._caller.priority),
                     tenant=self._caller.tenant,
                     weight=self._caller.weight,
                     salt=self._caller.salt,

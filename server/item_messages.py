@@ -101,7 +101,7 @@ def chat_fields(body: InputFields, value: Mapping[str, Any], items: Iterable[Ite
             fields["parallel_tool_calls"] = body.parallel_tool_calls
     fields["tool_choice"] = _tool_choice(body.tool_choice)
     if isinstance(body, ResponseRequest):
-        fields["max_completion_tokens"] = body.max_output_tokens
+        fields["max_completion_tokens"] = body.limit
         fields["stream"] = body.stream
         if body.logprobs:
             fields |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}

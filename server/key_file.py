@@ -4,6 +4,7 @@
       - name: alice
         sha256: 5e88…             # or `key`, in plain
         weight: 2
+        priority: 0
         requests_per_minute: 600
         tokens_per_minute: 200000
         max_concurrency: 8
@@ -48,10 +49,12 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_minute: int | None = None
     max_concurrency: int | None = None
     """Sequences at a time."""
+    priority: int = 0
+    """The least that its requests may ask for; less goes before more, whoever asks."""
     expires: float | None = None
     """Seconds since 1970."""
     admin: bool = False
-    """May see everybody's usage."""
+    """May see everybody's usage, and put the server to sleep."""
 
 
 class _Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -64,6 +67,7 @@ class _Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     requests_per_minute: PerMinute | None = None
     tokens_per_minute: PerMinute | None = None
     max_concurrency: Annotated[int, Meta(ge=1, le=2**31)] | None = None
+    priority: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] = 0
     expires: Any = None
     admin: bool = False
 
@@ -122,7 +126,7 @@ def _key(entry: object) -> ApiKey:
     hashed = digest(given.key) if given.key is not None else bytes.fromhex(given.sha256 or "")
     if hashed == digest(""):
         raise ValueError("sha256: it is that of an empty key")
-    limits = ("name", "weight", "requests_per_minute", "tokens_per_minute", "max_concurrency", "admin")
+    limits = ("name", "weight", "requests_per_minute", "tokens_per_minute", "max_concurrency", "priority", "admin")
     return ApiKey(digest=hashed, expires=_moment(given.expires), **{name: getattr(given, name) for name in limits})
 
 

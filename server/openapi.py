@@ -33,6 +33,8 @@ class Operation:
     """May not know what the path names."""
     probe: bool = False
     """Open to everybody, and 503 is an answer."""
+    admin: bool = False
+    """Wants an admin key, where there are keys."""
     query: tuple[tuple[str, Schema], ...] = ()
     error: str = "Error"
 
@@ -65,6 +67,9 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("get", "/version"): Operation("Version"),
     ("get", "/metrics"): Operation("text/plain"),
     ("get", "/usage"): Operation("UsageReport"),
+    ("post", "/sleep"): Operation("Sleeping", admin=True, query=(("level", constant("1", "2")),)),
+    ("post", "/wake_up"): Operation("Sleeping", admin=True),
+    ("get", "/is_sleeping"): Operation("Sleeping"),
 }
 BODY_REFUSALS = {
     "400": "A fault of the request; `param` names the field.",
@@ -74,9 +79,16 @@ BODY_REFUSALS = {
     "415": "The body is no JSON by its content-type, or it is compressed.",
     "429": "The queue is full, or the key has used up what it may; see Retry-After.",
     "500": "The engine failed on this request.",
-    "503": "Loading, draining, or without an engine; see Retry-After.",
+    "503": "Loading, draining, asleep, or without an engine; see Retry-After.",
 }
 UNKNOWN = {"400": "A fault of the request; `param` names the field.", "404": "There is none of this id."}
+ADMIN = {
+    "400": "A fault of the request; `param` names the field.",
+    "403": "The key is no admin.",
+    "404": "Sleep mode is off.",
+    "415": "The request has a content type that is not JSON.",
+    "503": "The engine cannot be put to sleep, or not be woken; see Retry-After.",
+}
 KEY = {"401": "No key, or a wrong one."}
 SECURITY: list[dict[str, list[str]]] = [{"bearer": []}, {"x-api-key": []}]
 
@@ -112,7 +124,7 @@ def _complete(described: dict[str, Any], operation: Operation) -> None:
         parameter = {"name": name, "in": "query", "required": False, "schema": shape}
         described.setdefault("parameters", []).append(parameter)
     described["responses"] = {"200": _answer(operation)}
-    refusals = BODY_REFUSALS if operation.bodies else UNKNOWN if operation.known else {}
+    refusals = BODY_REFUSALS if operation.bodies else UNKNOWN if operation.known else ADMIN if operation.admin else {}
     if operation.probe:
         described["responses"]["503"] = _answer(operation)
     else:

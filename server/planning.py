@@ -40,7 +40,7 @@ def print_plan(arguments: Sequence[str]) -> None:
     flags = plan_parser().parse_args(arguments)
     try:
         budget = given_budget(parse_bytes(flags.kv_cache_memory))
-        source = resolve(flags.model)
+        source = resolve(flags.model, weights=False)
         plan = plan_capacity(read_config(source), budget, flags.block_size, flags.tokens)
         sys.stdout.write("\n".join([f"{source.name}: {plan.title}", "", *plan.table(), ""]))
         if flags.picture is not None:

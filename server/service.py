@@ -24,6 +24,7 @@ from server.prompts import PromptBuilder
 from server.record import RECORD
 from server.sampling import Sampling
 from server.settings import Settings
+from server.sleep import Sleep
 from server.store import ResponseStore
 from server.structured.compiler import Structures
 from server.tracing import Tracer
@@ -32,6 +33,7 @@ from server.version import VERSION
 PAUSE_SECONDS = 10.0
 """While another engine is started, new requests wait for it so long; later ones are refused, and wait elsewhere."""
 REASONS = {
+    "asleep": "The server sleeps",
     "dead": "The engine has stopped",
     "draining": "The server is shutting down",
     "loading": "The model is being loaded",
@@ -67,6 +69,8 @@ class Caller:
     lease: Lease
     weight: float = 1.0
     """Share of the service that the tenant has, against other tenants' weights."""
+    priority: int = -(2**63)
+    """The least that its requests may have: they would pass all fairness with it."""
 
 
 @dataclass(slots=True)
@@ -81,6 +85,8 @@ class Service:
     """Of the model: its own first, then aliases."""
     loaded: Loaded | None = None
     draining: bool = False
+    sleep: Sleep | None = None
+    """With --enable-sleep-mode."""
     tracer: Tracer | None = None
     clock: Callable[[], float] = time.monotonic
     responses: ResponseStore = field(default_factory=ResponseStore)
@@ -101,19 +107,23 @@ class Service:
 
     @property
     def state(self) -> str:
-        """loading, ready, draining, restarting, stalled or dead."""
+        """loading, ready, draining, asleep, restarting, stalled or dead."""
         if self.client.gone.is_set():
             return "dead"
         if self.draining:
             return "draining"
         if self.loaded is None:
             return "loading"
+        if self.sleep is not None and self.sleep.on:
+            return "asleep"
         if not self.client.serving:
             return "restarting"
         return "stalled" if self.client.stalled else "ready"
 
     def require(self) -> Loaded:
         """What a request needs. Raises Unavailable while there is none, or no more; a short pause it may wait out."""
+        if self.sleep is not None and self.settings.wake_on_request and self.state == "asleep":
+            self.sleep.wake()
         state = self.state
         waits = state == "restarting" and self.client.down_seconds < PAUSE_SECONDS
         if self.loaded is None or not (waits or state in ("ready", "stalled")):
@@ -129,7 +139,7 @@ class Service:
         key, salt = lease.key, (cache_salt or "").encode()
         if key is None:
             return Caller(user, salt, lease)
-        return Caller(key.name, key.digest + salt, lease, key.weight)
+        return Caller(key.name, key.digest + salt, lease, key.weight, key.priority)
 
     @staticmethod
     def owner(http: Request) -> bytes:

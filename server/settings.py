@@ -18,6 +18,7 @@ from pydantic import (
     StringConstraints,
     ValidationError,
     field_validator,
+    model_validator,
 )
 from pydantic_settings import (
     BaseSettings,
@@ -133,10 +134,22 @@ class Settings(BaseSettings):
         "Memory",
         "type of keys and values; int8, k8v4 and tq4 hold 1.9, 2.5 and 3.7 times the tokens of 16 bits",
     )
+    force_kv_cache_dtype: bool = flag(
+        False, "Memory", "serve a --kv-cache-dtype even where the start finds that it moves the model too far"
+    )
     block_size: Annotated[Literal[16, 32, 64], BeforeValidator(_number)] = flag(
         16, "Memory", "tokens in a block of the pool: 16, 32 or 64", "TOKENS"
     )
     enable_prefix_caching: bool = flag(True, "Memory", "reuse the keys and values of a prefix seen before")
+    kv_disk: Annotated[str, StringConstraints(min_length=1)] | None = flag(
+        None, "Memory", "file that keeps prefixes the pool has no room for, also over a restart", "FILE"
+    )
+    kv_disk_size: Annotated[int, BeforeValidator(_bytes)] | None = flag(
+        None, "Memory", "bytes of that file, taken at once", "BYTES", ge=1, le=2**50
+    )
+    kv_host_memory: Annotated[int, BeforeValidator(_bytes)] | None = flag(
+        None, "Memory", "bytes of host memory that keep such prefixes instead, beside a GPU", "BYTES", ge=1, le=2**50
+    )
 
     max_num_seqs: int = flag(64, "Scheduling", "sequences that run at once", "N", ge=1, le=65536)
     max_num_batched_tokens: int | None = flag(
@@ -214,6 +227,12 @@ class Settings(BaseSettings):
         ge=0,
         le=1000,
     )
+    enable_sleep_mode: bool = flag(
+        False, "Server", "let POST /sleep end the engine and free its memory, until POST /wake_up starts another"
+    )
+    wake_on_request: bool = flag(
+        False, "Server", "let a request wake a server that sleeps, and wait for it, instead of getting 503"
+    )
     metrics_alias: Literal["vllm", "none"] = flag(
         "vllm", "Server", "names on /metrics beside octavo_*: vllm, what dashboards for vLLM read"
     )
@@ -243,6 +262,17 @@ class Settings(BaseSettings):
         if file is not None:
             read_keys(file)
         return file
+
+    @model_validator(mode="after")
+    def _tier(self) -> Settings:
+        if (self.kv_disk is None) != (self.kv_disk_size is None):
+            raise ValueError("--kv-disk and --kv-disk-size go together")
+        tiers = [name for name in ("kv_disk", "kv_host_memory") if getattr(self, name) is not None]
+        if len(tiers) == 2:
+            raise ValueError("--kv-disk and --kv-host-memory: there is one tier behind the pool, so name one of them")
+        if tiers and not self.enable_prefix_caching:
+            raise ValueError(f"--{tiers[0].replace('_', '-')} keeps cached prefixes: it needs --enable-prefix-caching")
+        return self
 
     @classmethod
     def settings_customise_sources(
@@ -314,7 +344,9 @@ def load_settings(flags: dict[str, Any], file: Path | None = None) -> Settings:
         raise BadSettings(" ".join(str(error).split())) from None
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
-        name = str(first["loc"][0]) if first["loc"] else ""
+        if not first["loc"]:  # of several settings together
+            raise BadSettings(first["msg"].removeprefix("Value error, ")) from None
+        name = str(first["loc"][0])
         origin = "--" + name.replace("_", "-")
         if name not in flags:
             origin = f"{ENV_PREFIX}{name.upper()}" if name not in content else f"--config {file}: {name}"

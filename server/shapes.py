@@ -243,8 +243,9 @@ SHAPES: dict[str, Schema] = {
     "Text": record({"prompt": STRING, "content": STRING}),
     "Prompt": record({"prompt": STRING}),
     "ChatTokens": record({"object": constant("chat.completion.input_tokens"), "input_tokens": INTEGER}),
-    "State": record({"status": constant("loading", "ready", "draining", "restarting", "stalled", "dead")}),
+    "State": record({"status": constant("loading", "ready", "draining", "asleep", "restarting", "stalled", "dead")}),
     "Version": record({"version": STRING}),
+    "Sleeping": record({"is_sleeping": BOOLEAN}),
     "Event": {**record({"data": STRING}, {"event": STRING}), "description": "Each event, where `stream` is true."},
     "UsageReport": record(
         {

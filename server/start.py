@@ -1,4 +1,4 @@
-"""The first second of `octavo serve`: what can be refused at once, and the engine's process.
+"""The first second of `octavo serve`: what can be refused at once.
 
 Nothing here may bring in FastAPI and the routes: that takes longer than all this, and the engine is on its way.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Sequence
 
 from model.errors import ModelError
 from model.source import resolve
@@ -46,22 +45,21 @@ def warn(text: str) -> None:
     log.warning("%s", text)
 
 
-def serve(settings: Settings, worker: Sequence[str] | None = None) -> int:
-    """Run the server; the exit status. Raises StartError."""
+def serve(settings: Settings, engine: EngineProcess) -> int:
+    """Run the server; the exit status. `engine` waits for its configuration. Raises StartError."""
     with bind(settings.host, settings.port) as sock:
         try:
             source = resolve(settings.model)
         except ModelError as error:
             raise StartError(str(error)) from None
-        with EngineProcess(worker) as engine:
-            from server.daemon import Daemon
+        from server.daemon import Daemon
 
-            if (room := allow_files()) < settings.max_connections:
-                warn(f"--max-connections {settings.max_connections}: open files are limited, so that {room} remain")
-            report(Progress("model", f"{source.name}: {source.kind} {source.path}"))
-            report(Progress("import", "torch and the model code"))
+        if (room := allow_files()) < settings.max_connections:
+            warn(f"--max-connections {settings.max_connections}: open files are limited, so that {room} remain")
+        report(Progress("model", f"{source.name}: {source.kind} {source.path}"))
+        report(Progress("import", "torch and the model code"))
 
-            async def run() -> int:
-                return await Daemon(settings, sock, source, engine, lambda: EngineProcess(worker)).run()
+        async def run() -> int:
+            return await Daemon(settings, sock, source, engine).run()
 
-            return asyncio.run(run())
+        return asyncio.run(run())

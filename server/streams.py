@@ -59,8 +59,12 @@ class SequenceResult:
     logprobs: tuple[TokenEntry, ...] | None
     finish_reason: str | None
     stop_reason: str | int | None
-    mean_logprob: float = field(default=0.0, compare=False)
-    """Of its tokens, the one that ended it included; 0 where no logprobs are asked for."""
+    logprob: float = field(default=0.0, compare=False)
+    """Sum over its tokens, the one that ended it included; 0 where no logprobs are asked for, save for a beam."""
+
+    @property
+    def mean_logprob(self) -> float:
+        return self.logprob / max(1, len(self.token_ids))
 
 
 class RequestStream:
@@ -249,7 +253,6 @@ class RequestStream:
 
     def _result(self, events: list[TextEvent]) -> SequenceResult:
         last = events[-1]
-        choice = self._choices[last.index]
         return SequenceResult(
             last.index,
             "".join(event.text for event in events),
@@ -257,7 +260,7 @@ class RequestStream:
             tuple(entry for event in events for entry in event.logprobs or ()) if self._scored else None,
             last.finish_reason,
             last.stop_reason,
-            choice.logprob_sum / max(1, len(choice.tokens)),
+            self._choices[last.index].logprob_sum,
         )
 
     def _end_all(self, error: RequestError) -> None:

@@ -10,6 +10,8 @@ first process ── ends before it serves ──▶ nobody is left to serve: th
       │ failures + 1; from 0 where it had brought a token, or had served for a minute  ▲
       ├── more than --max-engine-restarts: everybody fails, the server ends            │
       └── wait 0, 1, 2, 4, … s ────────────────────── another process ─────────────────┘
+
+A process that is dismissed is no failure: there is none until somebody calls for one (`sleep`).
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ log = logging.getLogger("octavo.engine")
 
 STEADY_SECONDS = 60.0
 """An engine that served for so long, even idle, was no failure."""
-MAX_PAUSE = 30.0
+FIRST_PAUSE, MAX_PAUSE = 1.0, 30.0
+"""Before the second restart in a row, and at most; each is twice as long as the one before."""
 LOAD_SECONDS = 60.0
 SLOW_LOADS = 10
 """Another engine may take a minute to load, and ten times what the first one took."""
@@ -57,6 +60,9 @@ class Supervisor:
         self._restarts = restarts
         self._failures = 0
         self._hung: Death | None = None
+        self._dismissed = False
+        self._wanted, self._idle = asyncio.Event(), asyncio.Event()
+        """There is to be a process; there is none, and the last one was dismissed."""
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -66,6 +72,17 @@ class Supervisor:
     def kill(self) -> None:
         """End the process now."""
         self._process.kill()
+
+    async def dismiss(self) -> None:
+        """End the process, and begin no other until `call`. Returns when there is none."""
+        self._dismissed = True
+        self._wanted.clear()
+        self._client.close()
+        await self._idle.wait()
+
+    def call(self) -> None:
+        """After `dismiss`: there is to be a process again."""
+        self._wanted.set()
 
     async def stop(self) -> None:
         """Hang up, wait, and kill what does not end. No other process follows."""
@@ -89,6 +106,7 @@ class Supervisor:
             log.exception("the engine is no longer supervised")
         finally:
             self._client.give_up()
+            self._idle.set()
 
     async def _life(self) -> Death:
         """Of the process that is now, from its configuration to its end."""
@@ -116,12 +134,18 @@ class Supervisor:
         client = self._client
         if not client.coming:
             return False
+        if self._dismissed:
+            self._dismissed = False
+            self._idle.set()
+            await self._wanted.wait()
+            self._idle.clear()
+            return True
         self._failures += 1
         if self._failures > self._most:
             log.error("the engine process ended (%s, %s); no other follows", death.reason, death.detail)
             return False
         self._restarts[death.reason] += 1
-        pause = min(MAX_PAUSE, 2.0 ** (self._failures - 2)) if self._failures > 1 else 0.0
+        pause = min(MAX_PAUSE, FIRST_PAUSE * 2 ** (self._failures - 2)) if self._failures > 1 else 0.0
         log.error(
             "the engine process ended (%s, %s); another starts in %g s, number %d of %d without progress; "
             "%d requests wait for it",

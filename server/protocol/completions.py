@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
 
@@ -17,7 +17,7 @@ MAX_BEAMS = 16
 PLAIN: dict[str, tuple[Any, ...]] = {
     "stream": (False,),
     "echo": (False,),
-    "logprobs": (None,),
+    "logprob_token_ids": ([],),
     "prompt_logprobs": (None,),
     "best_of": (None,),
     "stop": ([],),
@@ -35,8 +35,22 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": (None,),
 }
 """What use_beam_search goes together with: the model's own distribution, and an answer that comes as a whole."""
+BEAM_FIELDS = {"beam_width": None, "length_penalty": 1, "early_stopping": False}
+"""What says nothing without use_beam_search."""
 MAX_IDS = 2**20
 """Token ids of one prompt, before the model's context is looked at."""
+OF_CHATS: dict[str, tuple[Any, ...]] = {
+    "messages": (),
+    "max_completion_tokens": (),
+    "top_logprobs": (0,),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "reasoning_effort": (),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+}
+"""Fields of a chat that ask for what a completion cannot give."""
 
 
 def _is_ids(value: list[Any]) -> bool:
@@ -101,6 +115,7 @@ class CompletionRequest(GenerationRequest):
         "chat_template": (),
         "modalities": (["text"],),
         "audio": (),
+        **OF_CHATS,
     }
 
     prompt: Prompts
@@ -108,7 +123,9 @@ class CompletionRequest(GenerationRequest):
     logprobs: Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool = False
     use_beam_search: bool = False
+    beam_width: Annotated[Int, Field(ge=1, le=MAX_BEAMS, description="default: n")] | None = None
     length_penalty: Annotated[float, Field(ge=-10, le=10)] = 1.0
+    early_stopping: bool | Literal["never"] = False
     add_special_tokens: bool = True
 
     @model_validator(mode="after")
@@ -118,7 +135,7 @@ class CompletionRequest(GenerationRequest):
                 f"min_tokens: must not exceed max_tokens ({self.min_tokens} > {self.max_tokens})", param="min_tokens"
             )
         if len(self.prompt) * self.sequences > MAX_CHOICES:
-            name = "n" if self.sequences == self.n else "best_of"
+            name = "n" if self.sequences == self.n else "beam_width" if self.use_beam_search else "best_of"
             raise InvalidRequest(
                 f"{name}: {len(self.prompt)} prompts times {self.sequences} exceed the limit of {MAX_CHOICES} choices",
                 param=name,
@@ -129,8 +146,21 @@ class CompletionRequest(GenerationRequest):
                     raise InvalidRequest(f"{name}: not allowed with use_beam_search", param=name)
             if self.n > MAX_BEAMS:
                 raise InvalidRequest(f"n: at most {MAX_BEAMS} with use_beam_search, not {self.n}", param="n")
-        elif self.length_penalty != 1:
-            raise InvalidRequest("length_penalty: only allowed with use_beam_search", param="length_penalty")
+            if self.beams < self.n:
+                raise InvalidRequest(f"beam_width: must not be below n ({self.beams} < {self.n})", param="beam_width")
+        else:
+            for name, neutral in BEAM_FIELDS.items():
+                if getattr(self, name) != neutral:
+                    raise InvalidRequest(f"{name}: only allowed with use_beam_search", param=name)
         if self.echo and len(self.stop) > 1:
             raise InvalidRequest("echo: not supported with a list of stop strings", param="echo")
         return self
+
+    @property
+    def beams(self) -> int:
+        """Of a search."""
+        return self.n if self.beam_width is None else self.beam_width
+
+    @property
+    def sequences(self) -> int:
+        return self.beams if self.use_beam_search else super().sequences

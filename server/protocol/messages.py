@@ -232,6 +232,22 @@ class CountRequest(Body):
 class MessagesRequest(CountRequest):
     """Answer a conversation, in Anthropic's words."""
 
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **CountRequest.unsupported,
+        "n": (1,),
+        "stop": ([],),
+        "max_completion_tokens": (),
+        "max_output_tokens": (),
+        "response_format": ({"type": "text"},),
+        "structured_outputs": (),
+        "logprobs": (False,),
+        "logit_bias": ({},),
+        "min_p": (0,),
+        "presence_penalty": (0,),
+        "frequency_penalty": (0,),
+        "repetition_penalty": (1,),
+    }
+
     max_tokens: Annotated[Count, Field(ge=1)]
     stop_sequences: Annotated[list[StopString], Field(max_length=MAX_STOPS), at_most(MAX_STOPS)] = Field(
         default_factory=list

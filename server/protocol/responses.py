@@ -111,6 +111,13 @@ class InputFields(SamplingFields, StructureFields):
         "chat_template": (),
         "echo": (False,),
         "messages": (),
+        "logprobs": (False,),
+        "functions": ([],),
+        "function_call": ("none", "auto"),
+        "reasoning_effort": (),
+        "modalities": (["text"],),
+        "audio": (),
+        "suffix": ("",),
     }
 
     input: Annotated[list[Item], PlainValidator(parse_items, json_schema_input_type=str | Items)]
@@ -130,6 +137,7 @@ class ResponseRequest(InputFields):
     """Answer a conversation of items."""
 
     max_output_tokens: Annotated[Count, Field(ge=1)] | None = None
+    max_tokens: Annotated[Count, Field(ge=1, description="the same, by the name it has in a chat")] | None = None
     max_tool_calls: Annotated[Count, Field(ge=1, description="of hosted tools, which there are none of")] | None = None
     top_logprobs: Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] = Field(
@@ -147,9 +155,14 @@ class ResponseRequest(InputFields):
     def _agree(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise fault("stream_options", "only allowed with stream: true")
-        if self.max_output_tokens is not None and self.min_tokens > self.max_output_tokens:
+        if self.limit is not None and self.min_tokens > self.limit:
             raise fault("min_tokens", f"must not exceed max_output_tokens ({self.min_tokens})")
         return self
+
+    @property
+    def limit(self) -> int | None:
+        """Generated tokens at most; None: to the end of the context."""
+        return self.max_tokens if self.max_output_tokens is None else self.max_output_tokens
 
     @property
     def logprobs(self) -> bool:

@@ -125,7 +125,12 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "adapter_id": (),
 }
 """Refused with 400 unless the value asks for nothing."""
-BEAMS: dict[str, tuple[Any, ...]] = {"use_beam_search": (False,), "length_penalty": (1,)}
+BEAMS: dict[str, tuple[Any, ...]] = {
+    "use_beam_search": (False,),
+    "beam_width": (),
+    "length_penalty": (1,),
+    "early_stopping": (False,),
+}
 """Of /v1/completions only."""
 
 

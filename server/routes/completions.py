@@ -11,13 +11,11 @@ import orjson
 from fastapi import APIRouter, Request, Response
 
 from server.answer import respond
-from server.beam import Beam, search
+from server.beam import beam_search
 from server.body import read_object, validate
-from server.detokenizer import Detokenizer
 from server.echo import Echo, make_echo
-from server.errors import InvalidRequest
 from server.generation import Generation, Job, best, stream_options
-from server.logprobs import TokenEntry, completion_logprobs, prompt_logprobs
+from server.logprobs import TokenEntry, completion_logprobs, finite, prompt_logprobs
 from server.prompts import Prompt, check_values
 from server.protocol.completions import CompletionRequest
 from server.service import Service, service_of
@@ -25,8 +23,6 @@ from server.sse import DONE, TEXT, Frames
 from server.streams import SequenceResult, TextEvent
 
 router = APIRouter()
-MAX_BEAM_IDS = 2**22
-"""Token ids in all prompts of a beam search."""
 THREAD_TOKENS = 512
 """An answer with the logprobs of more tokens is put together in a thread."""
 
@@ -57,14 +53,13 @@ class CompletionAnswer:
             "system_fingerprint": service.fingerprint,
             **body.service_fields,
         }
-        self._beamed: list[Job] = []
-        """Prompts that are searched instead of submitted."""
         self._begun: set[int] = set()
         """Choices that have had their first chunk."""
 
     async def start(self) -> None:
         body = self._body
         prompts, sampling = self.generation.loaded.prompts, self.generation.loaded.sampling
+        search = beam_search(body, self._service.settings.max_num_seqs)
         asked = [k for k in (body.logprobs if body.echo else None, body.prompt_logprobs) if k is not None]
         highest = max(asked, default=None)
         grammar = await self.generation.loaded.structures.grammar(body.structure)
@@ -93,25 +88,8 @@ class CompletionAnswer:
             text = ""
             if body.return_prompt_text:
                 text = prompt.text or await prompts.decode(prompt.ids)
-            jobs.append(
-                Job(
-                    prompt.ids,
-                    params(max_tokens),
-                    body.sequences,
-                    body.priority,
-                    echo,
-                    text,
-                )
-            )
-        if body.use_beam_search:
-            ids = sum((len(job.prompt_ids) + job.params.max_tokens) * job.params.max_tokens * body.n for job in jobs)
-            if ids > MAX_BEAM_IDS:
-                raise InvalidRequest(
-                    f"max_tokens: {body.n} beams would read {ids} tokens in all rounds, more than {MAX_BEAM_IDS}",
-                    param="max_tokens",
-                )
-            self._beamed = jobs
-            return
+            n = body.n if search is not None else body.sequences
+            jobs.append(Job(prompt.ids, params(max_tokens), n, body.priority, echo, text, search))
         self.generation.submit(jobs, stream_options(body))
 
     async def _built(self) -> list[Prompt]:
@@ -149,8 +127,6 @@ class CompletionAnswer:
         yield frames.beside(b"", last) + DONE if body.include_usage else DONE
 
     async def whole(self) -> bytes:
-        if self._beamed:
-            return await self._searched()
         results = await self.generation.collect()
         usage = self.generation.usage()
         scored = self._body.logprobs is not None or self._body.prompt_logprobs is not None
@@ -167,40 +143,21 @@ class CompletionAnswer:
         return orjson.dumps({**self._fixed, "choices": choices, "usage": usage, **self.generation.timed(self._body)})
 
     def _choice(self, number: int, result: SequenceResult) -> dict[str, Any]:
+        body = self._body
         choice = self._shape(number, result.index, result.text, result.logprobs, result.finish_reason)
         choice["stop_reason"] = result.stop_reason
         stream = self.generation.streams[number]
-        if self._body.return_token_ids:
-            choice |= {"token_ids": result.token_ids, "prompt_token_ids": stream.submit.prompt_ids}
-        if self._body.return_prompt_text:
+        if body.return_token_ids:
+            ended = body.use_beam_search and result.finish_reason == "stop"
+            ids = result.token_ids[:-1] if ended else result.token_ids  # A beam's end token is none of its text.
+            choice |= {"token_ids": ids, "prompt_token_ids": stream.submit.prompt_ids}
+        if body.return_prompt_text:
             choice["prompt_text"] = self.generation.texts[number]
-        if self._body.prompt_logprobs is not None:
+        if body.prompt_logprobs is not None:
             tokenizer, values = self.generation.loaded.tokenizer, stream.prompt_values or []
             choice["prompt_logprobs"] = prompt_logprobs(tokenizer, stream.submit.prompt_ids, values)
-        return choice
-
-    async def _searched(self) -> bytes:
-        """The answer of a beam search. Tokens of beams that were given up are not counted."""
-        body, choices, completion = self._body, [], 0
-        for number, job in enumerate(self._beamed):
-            for index, beam in enumerate(await search(self.generation, job, body.n, body.length_penalty)):
-                completion += len(beam.tokens) + beam.ended
-                choices.append(self._beam(number, index, beam, job))
-        prompt = sum(len(job.prompt_ids) for job in self._beamed)
-        usage = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
-        return orjson.dumps({**self._fixed, "choices": choices, "usage": usage, **self.generation.timed(body)})
-
-    def _beam(self, number: int, index: int, beam: Beam, job: Job) -> dict[str, Any]:
-        body, tokenizer = self._body, self.generation.loaded.tokenizer
-        shown = (*beam.tokens, beam.stop_token) if body.include_stop_str_in_output else beam.tokens
-        detokenizer = Detokenizer(tokenizer, body.skip_special_tokens, new_text=False)
-        text = "".join(detokenizer.push(token) for token in shown if token is not None) + detokenizer.finish()
-        choice = self._shape(number, index, text, None, "stop" if beam.ended else "length")
-        choice["stop_reason"] = None if beam.stop_token in tokenizer.eos_ids else beam.stop_token
-        if body.return_token_ids:
-            choice |= {"token_ids": beam.tokens, "prompt_token_ids": job.prompt_ids}
-        if body.return_prompt_text:
-            choice["prompt_text"] = job.text
+        if body.use_beam_search:
+            choice["cumulative_logprob"] = finite(result.logprob)
         return choice
 
     def _chunks(self, number: int, batch: list[TextEvent]) -> list[bytes]:

@@ -243,7 +243,7 @@ class ResponseAnswer:
 
     def _response(self, status: str, **fields: Any) -> dict[str, Any]:
         body, params = self._body, self.generation.streams[0].submit.params
-        names = ("instructions", "max_output_tokens", "max_tool_calls", "metadata", "parallel_tool_calls")
+        names = ("instructions", "max_tool_calls", "metadata", "parallel_tool_calls")
         more = ("previous_response_id", "prompt_cache_key", "safety_identifier", "store")
         text = {"format": {"type": "text"}} | body.text.model_dump(exclude_none=True, by_alias=True)
         return {
@@ -259,6 +259,7 @@ class ResponseAnswer:
             "output": list(self._output.items),
             **{name: getattr(body, name) for name in (*names, *more)},
             "reasoning": {"effort": body.reasoning.effort, "summary": body.reasoning.summary},
+            "max_output_tokens": body.limit,
             "service_tier": "default",
             "temperature": params.temperature,
             "text": text,

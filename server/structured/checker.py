@@ -24,8 +24,9 @@ from llguidance import LLMatcher, LLTokenizer
 from model.grammar import Vocabulary, compile_grammar, reason
 from server.structured.structure import GrammarError, Structure, serialise
 
-SECONDS = 1.5
-"""For one job, by the clock: its client waits."""
+SECONDS, PATIENCE = 1.25, 2.0
+"""For one job: of processor time, and by the clock, since its client waits. Whom the clock stops (SIGALRM) was starved,
+which says nothing of the grammar."""
 COMPILE_SECONDS = 1.0
 """Of processor time, to compile: the engine's thread will take it again."""
 TRIAL_TOKENS, TRIAL_SECONDS = 24, 0.12
@@ -96,7 +97,8 @@ def main() -> None:
     if first is None:
         return
     trie = msgspec.msgpack.decode(first, type=Vocabulary).trie()
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # Ends the process, whatever code is running.
+    for number in (signal.SIGALRM, signal.SIGPROF):
+        signal.signal(number, signal.SIG_DFL)  # Ends the process, whatever code is running.
     with open("/proc/self/statm", encoding="ascii") as file:
         used = int(file.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, used + MEMORY_BYTES))
@@ -104,9 +106,11 @@ def main() -> None:
     os.nice(5)  # Streams go before.
     write_frame(verdicts, b"")
     while (job := read_frame(jobs)) is not None:
-        signal.setitimer(signal.ITIMER_REAL, SECONDS)
+        signal.setitimer(signal.ITIMER_PROF, SECONDS)
+        signal.setitimer(signal.ITIMER_REAL, PATIENCE)
         verdict = examine(trie, msgspec.msgpack.decode(job, type=Structure))
         signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         write_frame(verdicts, msgspec.msgpack.encode(verdict))
 
 

@@ -8,12 +8,15 @@ grammar() ── known? ─▶ at once
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
+import signal
 import subprocess
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -21,18 +24,20 @@ import msgspec
 
 import model
 from model.grammar import Vocabulary
-from server.errors import InvalidGrammar, Overloaded
-from server.structured.checker import SECONDS, Verdict, read_frame, write_frame
+from server.errors import InvalidGrammar, Overloaded, Unavailable
+from server.structured.checker import PATIENCE, SECONDS, Verdict, read_frame, write_frame
 from server.structured.structure import Structure
 
 CHECKERS = 2
 """Processes; started when they are first needed."""
-WAIT_SECONDS = 2.0
-"""For a free checker. With a checker's own time, and its start, it stays under five, whatever others send."""
+START_SECONDS, WAIT_SECONDS = 10.0, 2.0
+"""For the checkers to run at all, and for a free one. With a checker's own time it stays under five, whatever others
+send."""
 MAX_CHARS = 256 * 1024
 """Of one source."""
 CACHED, CACHED_CHARS = 256, 2**23
 """Verdicts that are kept, and the characters of their sources together."""
+log = logging.getLogger("octavo.structured")
 COMMAND = (sys.executable, "-P", "-m", "server.structured.checker")
 PACKAGES = Path(model.__file__ or "").resolve().parent.parent
 
@@ -45,16 +50,19 @@ class Checker:
         self._process: subprocess.Popen[bytes] | None = None
 
     def ask(self, job: bytes) -> bytes | None:
-        """Its answer; None where it ended instead."""
+        """Its answer; None where it ended instead.
+
+        Raises TimeoutError where it was starved, OSError or RuntimeError where it does not start.
+        """
+        self.start()
+        process = self._process
+        assert process is not None
         try:
-            self.start()
-            process = self._process
-            assert process is not None
             answer = _exchange(process, job)
-        except OSError:
+        except BrokenPipeError:
             answer = None
-        if answer is None:
-            self.close()
+        if answer is None and self.close() == -signal.SIGALRM:
+            raise TimeoutError
         return answer
 
     def kill(self) -> None:
@@ -62,11 +70,14 @@ class Checker:
         if self._process is not None:
             self._process.kill()
 
-    def close(self) -> None:
+    def close(self) -> int | None:
+        """Ends the process, if there is one; its exit status, which is its own where it had ended already."""
         process, self._process = self._process, None
-        if process is not None:
-            process.kill()
-            process.communicate()
+        if process is None:
+            return None
+        process.kill()
+        process.communicate()
+        return process.returncode
 
     def start(self) -> None:
         """Does nothing where it runs. Raises OSError or RuntimeError."""
@@ -81,8 +92,13 @@ class Checker:
             process_group=0,  # Ctrl-C in a terminal reaches only this process, which drains first
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         )
-        if _exchange(process, self._vocabulary()) is None:  # It says when it is ready; no job's time runs until then.
-            raise RuntimeError("the process that checks grammars does not start")
+        try:
+            # It says when it is ready; no job's time runs until then.
+            if _exchange(process, self._vocabulary()) is None:
+                raise RuntimeError("the process that checks grammars does not start")
+        except (OSError, RuntimeError):
+            self.close()
+            raise
 
 
 def _exchange(process: subprocess.Popen[bytes], frame: bytes) -> bytes | None:
@@ -132,22 +148,34 @@ class Structures:
             checker.close()
 
     async def _examined(self, structure: Structure) -> Verdict:
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                await self._started()
+            async with asyncio.timeout(WAIT_SECONDS):
+                await self._turns.acquire()
+            try:
+                verdict = self._known.get(structure)  # another request may have asked for the same
+                return verdict or await self._asked(structure)
+            finally:
+                self._turns.release()
+        except TimeoutError:
+            text = "Too many grammars are waiting to be compiled, or the machine is too busy for any."
+            raise Overloaded(text, retry_after=2, reason="grammar_checkers") from None
+        except (OSError, RuntimeError):
+            log.exception("the processes that check grammars do not start")
+            raise Unavailable("Grammars cannot be checked at the moment.") from None
+
+    async def _started(self) -> None:
+        """Until every process has been started once. Raises OSError or RuntimeError; the next request tries again."""
         if self._starting is None:
             loop = asyncio.get_running_loop()
             starts = [loop.run_in_executor(self._threads, checker.start) for checker in self._all]
             self._starting = asyncio.gather(*starts)
-        await asyncio.shield(self._starting)
         try:
-            async with asyncio.timeout(WAIT_SECONDS):
-                await self._turns.acquire()
-        except TimeoutError:
-            text = "Too many grammars are waiting to be compiled."
-            raise Overloaded(text, retry_after=2, reason="grammar_checkers") from None
-        try:
-            verdict = self._known.get(structure)  # another request may have asked for the same
-            return verdict or await self._asked(structure)
-        finally:
-            self._turns.release()
+            await asyncio.shield(self._starting)
+        except (OSError, RuntimeError):
+            self._starting = None
+            raise
 
     async def _asked(self, structure: Structure) -> Verdict:
         checker = self._free.pop()
@@ -159,12 +187,16 @@ class Structures:
                 answer = await asyncio.shield(job)
             except asyncio.CancelledError:
                 checker.kill()
-                await job
+                with suppress(OSError, RuntimeError):
+                    await job
                 raise
+            except TimeoutError:
+                # Not kept: it may be compiled when the machine is less busy.
+                return Verdict(fault=f"too complex for a machine that is so busy: not compiled within {PATIENCE:g} s")
         finally:
             self._free.append(checker)
         if answer is None:
-            verdict = Verdict(fault=f"too complex: not compiled within {SECONDS:g} s and the memory that it may take")
+            verdict = Verdict(fault=f"too complex: it takes more than {SECONDS:g} s, or more memory than it may")
         else:
             verdict = msgspec.msgpack.decode(answer, type=Verdict)
         self._keep(structure, verdict)

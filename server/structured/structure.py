@@ -59,6 +59,8 @@ def serialise(structure: Structure) -> str:
                 raise GrammarError("a schema must be a JSON object")
             return LLMatcher.grammar_from_json_schema(json_rule(schema, structure.whitespace))
         case "regex":
+            if (len(source) - len(source.rstrip("\\"))) % 2:  # llguidance would drop it
+                raise GrammarError("a backslash at the end escapes nothing")
             return LLMatcher.grammar_from_regex(source)
         case "choice":
             return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(map(quoted, json.loads(source))))

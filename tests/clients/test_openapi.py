@@ -21,7 +21,7 @@ CHECKS = (
 
 
 @pytest.mark.timeout(1200)
-def test_every_answer_is_described(url: str, tmp_path: Path) -> None:
+def test_every_answer_is_described(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """No 5xx, no answer that takes 30 s, no status, type, header or body that the document does not have."""
     words = ["run", f"{url}/openapi.json", "--checks", ",".join(CHECKS), "--mode", "all", "--phases", "fuzzing"]
     words += ["--max-examples", str(PER_OPERATION), "--seed", "1", "--continue-on-failure", "--request-timeout", "30"]
@@ -30,4 +30,6 @@ def test_every_answer_is_described(url: str, tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     (generated,) = re.findall(r"([\d,]+) generated", done.stdout)
+    with capsys.disabled():
+        sys.stdout.write(f"\n{generated} cases\n")
     assert int(generated.replace(",", "")) >= CASES

@@ -75,5 +75,7 @@ def test_beams_find_what_is_likelier_than_greed(daemon: Daemon) -> None:
     assert len({tuple(choice["token_ids"]) for choice in body["choices"]}) == 4
     assert found == pytest.approx(sorted(found, reverse=True), abs=1e-4)
     assert found[0] >= likelihood(daemon, greedy) - 1e-3
-    assert body["usage"] == {"prompt_tokens": 6, "completion_tokens": 32, "total_tokens": 38}
+    assert (body["usage"]["prompt_tokens"], body["usage"]["completion_tokens"]) == (6, 32)
+    told = [choice["cumulative_logprob"] for choice in body["choices"]]
+    assert told == pytest.approx(found, abs=1e-2)
     daemon.wait(daemon.at_rest, 2, "blocks freed")

@@ -9,12 +9,12 @@ import threading
 import psutil
 import pytest
 
-from kvpool.pages import PIECE, zeroed
+from kvpool.pages import BACKER, PIECE, zeroed
 
 
 def settle() -> None:
     for thread in threading.enumerate():
-        if thread is not threading.main_thread() and thread.daemon:
+        if thread.name == BACKER:
             thread.join(60)
 
 

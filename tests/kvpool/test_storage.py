@@ -113,6 +113,23 @@ def test_copy_and_zero_take_whole_blocks_in_all_layers(name: str) -> None:
         assert plane.tiles[:, 3].count_nonzero() == 0
 
 
+@every_format
+def test_a_block_s_content_goes_out_and_in(name: str) -> None:
+    """To another storage, other blocks and in another order; nothing else changes."""
+    storage, other = numbered(name), numbered(name)
+    content = storage.gather([4, 1])
+    assert content.shape == (2, storage.block_bytes)
+    assert storage.block_bytes == layout(name).block_bytes
+    kept = content.copy()
+    storage.zero(torch.tensor([1, 4]))
+    assert (content == kept).all(), "a copy"
+    other.scatter([2, 5], content)
+    fresh = numbered(name)
+    for plane, old in ((other.keys, fresh.keys), (other.values, fresh.values)):
+        assert torch.equal(plane.tiles[:, [2, 5]], old.tiles[:, [4, 1]])
+        assert torch.equal(plane.tiles[:, [0, 1, 3, 4]], old.tiles[:, [0, 1, 3, 4]])
+
+
 @given(st.lists(st.tuples(st.integers(1, BLOCKS - 1), st.integers(1, BLOCKS - 1)), max_size=8))
 def test_copies_happen_as_if_one_after_the_other(pairs: list[tuple[int, int]]) -> None:
     """Chains (1→2, 2→3), a target that becomes a source's copy again, a target written twice."""

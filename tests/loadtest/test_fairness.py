@@ -22,7 +22,7 @@ def _no_key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Town:
-    """Answers the polite tenant after 20 ms, after 60 ms once the hostile one has come; and that one for ever."""
+    """Answers the polite tenant after 20 ms, after 300 ms once the hostile one has come; and that one for ever."""
 
     def __init__(self, hostile: Reply | None = None) -> None:
         self.hostile = hostile or Reply([(0.01, piece) for piece in completion_events(["x"] * 1000, 4000, 1000)])
@@ -33,7 +33,7 @@ class Town:
             self.flooded = True
             return self.hostile
         first, *rest = completion_events(["a", "b"], 8, 4)
-        return Reply([(0.06 if self.flooded else 0.02, first), *((0.005, piece) for piece in rest)])
+        return Reply([(0.3 if self.flooded else 0.02, first), *((0.005, piece) for piece in rest)])
 
 
 def bench(server: Scripted, tmp_path: Path, *flags: str) -> tuple[int, dict[str, Any]]:
@@ -51,11 +51,11 @@ def test_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lengths = [(len(body["prompt"]), body["max_tokens"]) for body in server.bodies]
     assert lengths == [(8, 4)] * 4 + [(4000, 4000)] * 5 + [(8, 4)] * 3
     assert len({tuple(body["prompt"]) for body in server.bodies}) == 12, "nothing comes from a cache"
-    assert 20 <= result["fairness_ttft_alone_ms"] < 60 <= result["fairness_ttft_beside_ms"]
+    assert 20 <= result["fairness_ttft_alone_ms"] < 300 <= result["fairness_ttft_beside_ms"]
     assert result["fairness_ttft_ratio"] == pytest.approx(
         result["fairness_ttft_beside_ms"] / result["fairness_ttft_alone_ms"]
     )
-    assert result["fairness_gap_alone_ms"] >= 5
+    assert result["fairness_gap_alone_ms"] > 1, "5 ms, less what the first of two pieces was late"
     assert (result["fairness_hostile"], result["fairness_hostile_ended"], result["fairness_warning"]) == (5, 0, None)
     printed = capsys.readouterr().out
     assert "TTFT, beside / alone:" in printed

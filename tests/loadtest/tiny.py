@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import string
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from numpy.typing import NDArray
 LETTERS = string.ascii_lowercase[:18]
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 64, 96, 4, 2, 16, 2
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
-Arrays = dict[str, NDArray[np.float32]]
+Array = NDArray[np.float32]
+Arrays = dict[str, Array]
 
 
 def vocabulary() -> tuple[list[str], list[str], list[int]]:
@@ -47,8 +49,8 @@ def tensors() -> Arrays:
     }
 
 
-def write(path: Path) -> Path:
-    """The file as llama.cpp's converter would write it, in float32."""
+def write(path: Path, change: Callable[[str, Array], Array] = lambda name, tensor: tensor) -> Path:
+    """The file as llama.cpp's converter would write it, in float32. `change`: of each tensor, by name."""
     tokens, merges, kinds = vocabulary()
     writer = gguf.GGUFWriter(path, "llama")
     numbers: dict[str, Any] = {
@@ -73,6 +75,7 @@ def write(path: Path) -> Path:
     writer.add_chat_template(TEMPLATE)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, LAYERS)
     for name, tensor in tensors().items():
+        tensor = change(name, tensor)
         heads = {"q_proj": HEADS, "k_proj": KV_HEADS}.get(name.rsplit(".", 2)[1])
         if heads is not None:  # the converter's order of rows, for rotation of neighbours
             tensor = tensor.reshape(heads, 2, HEAD_DIM // 2, HIDDEN).swapaxes(1, 2).reshape(tensor.shape)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvpool.formats import FORMATS, KVLayout
+from kvpool.lookup import unseen
 from kvpool.plane import Plane
 from kvpool.rotation import rotation
 from kvpool.storage import KVStorage
@@ -123,6 +124,30 @@ def check(
     out = attend(made.query, made.storage, LAYER, made.inputs, scale=scale, window=window, softcap=softcap)
     assert out.dtype == made.query.dtype
     torch.testing.assert_close(out.double(), naive(made, rows, scale, window, softcap), rtol=1e-4, atol=1e-5)
+
+
+def check_given_back(attention: Attention, window: int, size: int, kv: str) -> None:
+    """Blocks behind the window are null in the tables and hold what nobody may read: not a bit of a result changes."""
+    rows = [(300, 1), (97, 1), (window + 5, 40), (260, 70), (0, 30)]
+    made = scene(rows, heads=6, kv_heads=2, dim=64, size=size, kv=kv)
+
+    def attend() -> Tensor:
+        return attention(made.query, made.storage, LAYER, made.inputs, scale=0.2, window=window)
+
+    before = attend()
+    for number, (start, _) in enumerate(rows):
+        gone = made.inputs.tables[number, : unseen(start, size, window)]
+        poison(made.storage, torch.from_numpy(gone.copy()))
+        gone[:] = 0
+    made.inputs._plans.clear()
+    assert (made.inputs.tables == 0).sum() > 10
+    assert torch.equal(attend(), before)
+
+
+@pytest.mark.parametrize("kv", ["float32", "tq4"])
+@pytest.mark.parametrize(("window", "size"), [(33, 16), (100, 32)])
+def test_what_lies_behind_the_window_is_not_missed(window: int, size: int, kv: str) -> None:
+    check_given_back(ReferenceAttention(), window, size, kv)
 
 
 DECODES = [(0, 1), (14, 1), (15, 1), (16, 1), (31, 1), (97, 1), (203, 1)]

@@ -18,6 +18,7 @@ from model.errors import ModelError
 from model.kernels.build import available
 from model.precision import choose_precision
 from model.runner import LoadedModel, RunnerOptions, _layout, _longest, choose_attention, load_runner
+from tests.loadtest import tiny
 from tests.model.conftest import TINY
 from tests.model.parity import GREEDY, Driver, build, expected, prompts
 
@@ -89,13 +90,14 @@ def test_auto_holds_sixteen_bits_per_value(folder: Path) -> None:
     assert loaded.kv_bytes_per_token == 2 * 4 * 2 * 32 * 2
 
 
-def test_codes_take_less_and_want_heads_that_fit(folder: Path) -> None:
+def test_codes_take_less_and_want_heads_that_fit(tmp_path: Path) -> None:
     lines: list[tuple[str, str]] = []
-    loaded = load(folder, lines, kv_cache_dtype="k8v4")
+    model = tiny.write(tmp_path / "tiny.gguf")
+    loaded = load(model, lines, kv_cache_dtype="k8v4")
     assert loaded.kv_cache_dtype == "k8v4"
-    # 4 layers x 2 key heads x (32 bytes, 16 bytes, two scales)
-    assert loaded.kv_bytes_per_token == 4 * 2 * (32 + 16 + 2 * 2)
-    assert ("kv cache", "k8v4: 416 bytes per token (4 layers x 2 KV heads x 32 x (8 + 4) bits, 2-byte scales)") in lines
+    # 2 layers x 2 key heads x (16 bytes, 8 bytes, two scales)
+    assert loaded.kv_bytes_per_token == 2 * 2 * (16 + 8 + 2 * 2)
+    assert ("kv cache", "k8v4: 112 bytes per token (2 layers x 2 KV heads x 16 x (8 + 4) bits, 2-byte scales)") in lines
     odd = replace(loaded.model_config, head_dim=24)
     precision = choose_precision("auto", "tq4", "bfloat16", torch.device("cpu"))
     with pytest.raises(ModelError, match=r"--kv-cache-dtype tq4: needs a head size that is a multiple of 16, not 24"):

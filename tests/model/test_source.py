@@ -99,6 +99,24 @@ def test_a_hub_id_downloads_only_what_is_safe_to_load(tmp_path: Path, monkeypatc
     assert set(patterns) == {"*.safetensors", "*.json", "tokenizer*", "*.jinja"}
 
 
+def test_where_the_configuration_is_enough_nothing_else_is_downloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = touch(tmp_path / "snapshot", "config.json")
+    patterns: list[str] = []
+
+    def download(model: str, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        patterns.extend(allow_patterns)
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert resolve("owner/name", weights=False) == ModelSource("folder", folder, "owner/name")
+    assert resolve(str(folder), weights=False).kind == "folder"
+    assert patterns == ["config.json"]
+    with pytest.raises(ModelNotFound, match="it has no safetensors weights"):
+        resolve(str(folder))
+
+
 RESPONSE = httpx2.Response(404, request=httpx2.Request("GET", "https://hub.invalid"))
 
 

@@ -18,7 +18,9 @@ import transformers
 from model.runner import RunnerOptions, load_runner
 from model.source import resolve
 from model.tokenizer import load_tokenizer
+from scheduler.messages import BeamSearch
 from tests.model.parity import make_runner
+from tests.parity import searched
 from tests.parity.session import Answers, Prompts, Session, assert_parity
 
 pytestmark = pytest.mark.timeout(1200)  # 1,280 tokens one by one, several times
@@ -46,14 +48,16 @@ TEXTS = [
     "My favourite book is",
 ]
 TEXT_TOKENS = 64
+SEARCH, BEAM_TOKENS = BeamSearch(width=4), 12
 
 
 @dataclass(frozen=True, slots=True)
 class Demo:
-    """Twenty prompts, transformers' 64 greedy tokens of each, and its model saved as a folder."""
+    """Twenty prompts, transformers' 64 greedy tokens of each, its beams of the first two, and its model as a folder."""
 
     asked: Prompts
     right: Answers
+    beams: list[list[searched.Beam]]
     folder: Path
 
 
@@ -73,18 +77,22 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
         mask = torch.ones_like(ids)
         out = module.generate(ids, attention_mask=mask, max_new_tokens=TEXT_TOKENS, do_sample=False, pad_token_id=0)
         right.append(out[0, len(prompt) :].tolist())
+    ends = tuple(tokenizer.eos_ids)
+    beams = [found for prompt in asked[:2] for found in searched.right(module, [prompt], SEARCH, ends, BEAM_TOKENS)]
     # transformers does not save a model that it loaded from GGUF, so its weights move to a fresh one.
     config = {key: value for key, value in module.config.to_dict().items() if key != "quantization_config"}
     plain = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config))
     plain.load_state_dict(module.state_dict())
     folder = tmp_path_factory.mktemp("demo")
     plain.save_pretrained(folder)
-    return Demo(asked, right, folder)
+    return Demo(asked, right, beams, folder)
 
 
 def test_the_demo_model_equals_generate(demo: Demo) -> None:
     loaded = load_runner(RunnerOptions(dtype="float32", kv_cache_memory=512 << 20))
     assert_parity(loaded.runner, demo.asked, demo.right, None if os.environ.get("OCTAVO_PARITY") == "full" else 4)
+    ends = tuple(load_tokenizer(resolve(None)).eos_ids)
+    searched.assert_same(searched.found(Session(loaded.runner), demo.asked[:2], SEARCH, ends, BEAM_TOKENS), demo.beams)
 
 
 def test_the_demo_model_equals_generate_through_transformers(demo: Demo) -> None:

@@ -10,19 +10,24 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 
 from kvpool.pool import KVPool
+from kvpool.tier import Tier
 from model.batch import BAD_LOGITS, NO_TOKEN, Batch, Row, StepResult
 from model.params import Logprob, SamplingParams
 from scheduler import estimate
+from scheduler.beams import most_tokens
 from scheduler.cost import CostModel
 from scheduler.engine import Engine, Message
 from scheduler.limits import Limits
-from scheduler.messages import Abort, FinishReason, StepOutput, Submit
+from scheduler.messages import Abort, BeamSearch, FinishReason, StepOutput, Submit
+from tests.scheduler.searching import following, likeliest, search_slowly
 
 VOCAB = 40
 STOP = 7
@@ -57,9 +62,15 @@ class FakeRunner:
     """Implements model.batch.Executor over a memory of cells."""
 
     def __init__(
-        self, num_blocks: int, block_size: int, advance: Callable[[float], None], rope_switch: int | None
+        self,
+        num_blocks: int,
+        block_size: int,
+        advance: Callable[[float], None],
+        rope_switch: int | None,
+        window: int | None = None,
     ) -> None:
         self.draw = draw
+        self.window = window or 10**9
         self.switch = rope_switch or 10**9
         self.size = block_size
         self.memory: list[Cell] = [None] * (num_blocks * block_size)
@@ -105,9 +116,21 @@ class FakeRunner:
         results = [self._result(row) for row in batch.rows]
         return Done(StepResult([r[0] for r in results], [r[1] for r in results], [r[2] for r in results]))
 
+    def gather(self, blocks: Sequence[int]) -> npt.NDArray[np.uint8]:
+        """See `scheduler.tiering.BlockMemory`; a cell is 8 bytes."""
+        cells = [self.memory[b * self.size : (b + 1) * self.size] for b in blocks]
+        numbers = [[-1 if c is None else c[0] + (c[1] << 20) + (c[2] << 60) for c in block] for block in cells]
+        return np.array(numbers, np.int64).view(np.uint8)
+
+    def scatter(self, blocks: Sequence[int], content: npt.NDArray[np.uint8]) -> None:
+        for block, row in zip(blocks, content.view(np.int64).tolist(), strict=True):
+            cells = [None if n < 0 else (n % (1 << 20), n >> 20 & (1 << 40) - 1, bool(n >> 60)) for n in row]
+            self.memory[block * self.size : (block + 1) * self.size] = cells
+
     def _check(self, row: Row) -> None:
         end = row.start + row.count
-        if row.count < 1 or end > len(row.tokens) or 0 in row.blocks:
+        first = max(0, row.start + 1 - self.window)
+        if row.count < 1 or end > len(row.tokens) or 0 in row.blocks[first // self.size :]:
             raise WrongContext(f"impossible row {row}")
         if end + len(row.draft) > min(len(row.blocks) * self.size, row.prompt_len + row.params.max_tokens):
             raise WrongContext(f"row without room {row}")
@@ -115,14 +138,15 @@ class FakeRunner:
             raise WrongContext(f"row must not have a draft: {row}")
         if row.samples != (end == len(row.tokens) and row.params.max_tokens > 0):
             raise WrongContext(f"row must draw or must not: {row}")
-        for position in range(row.start):
+        for position in range(first, row.start):
             cell = self.memory[row.blocks[position // self.size] * self.size + position % self.size]
             if cell != (row.tokens[position], position, len(row.tokens) > self.switch):
                 raise WrongContext(f"position {position} holds {cell}, not {row.tokens[position]}")
 
     def _read(self, row: Row, end: int) -> list[int]:
-        cells = [self.memory[row.blocks[p // self.size] * self.size + p % self.size] for p in range(end)]
-        return [cell[0] for cell in cells if cell is not None]
+        first = max(0, end - self.window)
+        cells = [self.memory[row.blocks[p // self.size] * self.size + p % self.size] for p in range(first, end)]
+        return row.tokens[:first] + [cell[0] for cell in cells if cell is not None]
 
     def _result(self, row: Row) -> tuple[list[int], list[Logprob], list[Logprob] | None]:
         end = row.start + row.count
@@ -143,7 +167,9 @@ class FakeRunner:
                 drawn.append(NO_TOKEN)
                 break
             drawn.append(self.draw(seen, row.params, row.index))
-            if row.params.logprobs is not None:
+            if row.params.logprobs:  # Only a search asks for more than none.
+                values.append(likeliest(seen, row.params.seed, row.params.logprobs))
+            elif row.params.logprobs is not None:
                 values.append(logprob(seen, drawn[-1]))
             if drawn[: place + 1] != row.draft[: place + 1]:
                 break
@@ -163,15 +189,21 @@ class World:
     """An engine over a fake runner, its clients, and the oracle."""
 
     def __init__(
-        self, blocks: int = 64, block_size: int = 4, prefix_caching: bool = True, limits: Limits | None = None
+        self,
+        blocks: int = 64,
+        block_size: int = 4,
+        prefix_caching: bool = True,
+        limits: Limits | None = None,
+        window: int | None = None,
+        tier: Tier | None = None,
     ) -> None:
-        """`blocks`: usable ones."""
+        """`blocks`: usable ones. `tier`: of blocks of 8 bytes a token."""
         self.now = 0.0
         self.limits = limits or Limits(max_num_seqs=16, max_num_batched_tokens=64, max_model_len=10_000)
-        self.pool = KVPool(blocks + 1, block_size, prefix_caching)
-        self.runner = FakeRunner(blocks + 1, block_size, self._advance, self.limits.rope_switch)
+        self.pool = KVPool(blocks + 1, block_size, prefix_caching, window, tier)
+        self.runner = FakeRunner(blocks + 1, block_size, self._advance, self.limits.rope_switch, window)
         self.cost = CostModel()
-        self.engine = Engine(self.pool, self.runner, self.limits, lambda: self.now, self.cost)
+        self.engine = Engine(self.pool, self.runner, self.limits, lambda: self.now, self.cost, memory=self.runner)
         self.capacity = min(blocks * block_size, self.limits.max_model_len)
         self.submits: dict[int, Submit] = {}
         self.streams: dict[tuple[int, int], Stream] = {}
@@ -203,6 +235,7 @@ class World:
         seed: int = 0,
         tenant: str = "",
         weight: float = 1.0,
+        search: BeamSearch | None = None,
     ) -> int:
         """Put a Submit into the inbox; its id."""
         prompt = list(prompt)
@@ -219,6 +252,7 @@ class World:
                 top_k=len(prompt),  # The fake runner's way to know where a prompt ends.
             ),
             n=n,
+            search=search,
             generated=generated or [],
             priority=priority,
             tenant=tenant,
@@ -277,8 +311,10 @@ class World:
             params = self.submits[request].params
             if token != NO_TOKEN:
                 assert token >= 0
-                if params.logprobs is not None:
-                    context = self.submits[request].prompt_ids + stream.tokens
+                context = self.submits[request].prompt_ids + stream.tokens
+                if self.submits[request].search is not None:
+                    assert output.logprobs[row].logprob == following(context, params.seed)[token]
+                elif params.logprobs is not None:
                     assert output.logprobs[row] == logprob(context, token)
                 stream.tokens.append(token)
                 fresh = not any(self.submits[request].generated)
@@ -296,6 +332,8 @@ class World:
         """What the sequence must bring when nothing goes wrong."""
         submit = self.submits[request]
         params = submit.params
+        if submit.search is not None:
+            return self._found(submit, submit.search)[index]
         stream = Stream(list(submit.generated[index]) if submit.generated else [])
         limit = min(len(submit.prompt_ids) + params.max_tokens, self.capacity)
         while True:
@@ -304,6 +342,18 @@ class World:
             if len(submit.prompt_ids) + len(stream.tokens) >= limit:
                 return replace(stream, finish=FinishReason.LENGTH)
             stream.tokens.append(self.runner.draw(submit.prompt_ids + stream.tokens, params, index))
+
+    def _found(self, submit: Submit, search: BeamSearch) -> list[Stream]:
+        prompt, params = submit.prompt_ids, submit.params
+        most = most_tokens(len(prompt), search.width, self.pool.num_usable, self.pool.block_size)
+        most = min(params.max_tokens, min(most, self.limits.max_model_len) - len(prompt))
+        found = search_slowly(
+            search, params.stop_token_ids, most, lambda generated: following(prompt + generated, params.seed)
+        )
+        ends = {True: FinishReason.STOP, False: FinishReason.LENGTH}
+        streams = [Stream(tokens, ends[stopped]) for tokens, _, stopped in found]
+        missing = Stream(finish=FinishReason.STOP if params.max_tokens else FinishReason.LENGTH)
+        return [*streams, *[missing] * (submit.n - len(streams))]
 
     def verify(self) -> None:
         """Every sequence brought what the oracle says, or a beginning of it where it was aborted."""

@@ -228,6 +228,20 @@ def test_resumed_siblings_share_their_prompt(world: type[World]) -> None:
     assert it.last.stats.computed_tokens < 40 + 4 * 8
 
 
+def test_resumed_where_less_fits(world: type[World]) -> None:
+    """An engine that has less room than the one before it: what no longer fits ends there, by its length."""
+    whole = world()
+    whole.add(range(10), max_tokens=40)
+    whole.run()
+    told = whole.streams[1, 0].tokens
+    for had in (0, 5, 14, 30):
+        it = world(blocks=6)
+        it.add(range(10), max_tokens=40, generated=[told[:had]])
+        it.run()
+        assert it.streams[1, 0].finish is FinishReason.LENGTH
+        assert it.streams[1, 0].tokens == told[: max(had, 14)]
+
+
 # ---- prefixes ----
 
 

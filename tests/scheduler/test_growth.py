@@ -106,7 +106,7 @@ def test_a_burst_of_long_prompts_is_not_hashed_at_once(monkeypatch: pytest.Monke
     hashed = [0]
     while world.inbox or world.engine.has_work:
         world.step()
-        live = [r.sequences[0] for r in world.engine._requests.values()]
+        live = [r.sequences[0] for r in world.engine._phases.requests.values()]
         known = sum(len(sequence.hashes) for sequence in live)
         hashed.append(known + 60 * (len(requests) - len(live)))
     assert max(after - before for before, after in itertools.pairwise(hashed)) <= 60 + 100 + 60, "the head, and two"

@@ -116,7 +116,7 @@ def test_preempted_ones_begin_anew(world: type[World], kind: Kind) -> None:
     it.engine.step()
     (sequence,) = it.engine._state.running
     assert sequence.num_computed == 18
-    it.engine._preempt(sequence, yields=False)
+    it.engine._phases.preempt(sequence, yields=False)
     vectors, ends, outputs = drive(it, [])
     assert (vectors, ends) == ({1: right(prompt, kind)}, {1: STOP})
     assert outputs[-1].stats.computed_tokens == 40 + (18 if kind == "mean" else 2)

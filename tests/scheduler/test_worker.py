@@ -190,6 +190,7 @@ def test_slow_reader_stalls_no_step(world: type[World]) -> None:
 
     class Watched:
         has_work = property(lambda self: engine.has_work)
+        tiering = None
 
         def step(self, inbox: list[Message]) -> StepOutput:
             output = engine.step(inbox)

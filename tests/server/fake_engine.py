@@ -20,8 +20,10 @@ import numpy as np
 
 from model.params import Logprob
 from model.pooling import finished, pooled
+from scheduler.beams import Beams
 from scheduler.messages import (
     Abort,
+    BeamSearch,
     EmbeddingConfig,
     EngineConfig,
     EngineStats,
@@ -57,6 +59,8 @@ READY = Ready(
     weight_bytes=1000,
     load_seconds=0.1,
     embedding=EmbeddingConfig(hidden_size=HIDDEN, sizes=(4,)),
+    kv_divergence=0.03125,
+    kv_agreement=0.875,
 )
 DEFAULT_REPLY = list(range(1000, 1032))
 """Token ids; their texts depend on the tokenizer."""
@@ -144,7 +148,8 @@ class FakeEngine:
                     self._failed.append(message)
                 else:
                     known = message.generated or [[] for _ in range(message.n)]
-                    running = [i for i in range(message.n) if i not in message.finished]
+                    many = message.n if message.search is None else 1
+                    running = [i for i in range(many) if i not in message.finished]
                     self.sequences += [Sequence(message, i, list(known[i])) for i in running]
                 self.changed.notify_all()
         return got
@@ -157,7 +162,11 @@ class FakeEngine:
         self._failed.clear()
         for sequence in self.sequences[: self.max_running]:
             self._admit(sequence)
-            if not self.paused.is_set():
+            if self.paused.is_set():
+                continue
+            if sequence.submit.search is not None:
+                rows += self._searched(sequence.submit, sequence.submit.search)
+            else:
                 rows.append(self._row(sequence))
         ended = {(id, index) for id, index, _, finish, _ in rows if finish}
         with self.changed:
@@ -207,6 +216,21 @@ class FakeEngine:
             finish = FinishReason.LENGTH
         scored = None if params.logprobs is None else logprob(token, params.logprobs)
         return submit.id, sequence.index, token, finish, scored
+
+    def _searched(self, submit: Submit, search: BeamSearch) -> list[tuple[int, int, int, int, Logprob | None]]:
+        """The whole search at once: after every beam the reply's token and its neighbours may come."""
+        params = submit.params
+        beams = Beams(search, params.stop_token_ids, params.max_tokens, params.logprobs or 0)
+        while not beams.done:
+            for slot in beams.live:
+                beams.note(slot, [logprob(self.reply[beams.length % len(self.reply)], beams.wanted)])
+            beams.advance()
+        rows: list[tuple[int, int, int, int, Logprob | None]] = []
+        for index, (_, beam) in enumerate(beams.ended[: submit.n]):
+            rows += [(submit.id, index, step.token, 0, step.value) for step in beam.steps()]
+            finish = FinishReason.STOP if beam.stopped else FinishReason.LENGTH
+            rows[-1] = (*rows[-1][:3], finish, rows[-1][4])
+        return rows
 
     def stats(self, rows: int = 0) -> EngineStats:
         running = [s for s in self.sequences if s.running]

@@ -29,6 +29,7 @@ from typing import Any
 
 import httpx
 
+from server.engine_process import EngineProcess
 from server.logs import start_logging
 from server.settings import Settings
 from server.start import serve
@@ -152,7 +153,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.serve:
         start_logging("warning", "text")
-        engine = (
+        worker = (
             sys.executable,
             "-m",
             "tests.server.fake_engine",
@@ -163,7 +164,8 @@ def main() -> None:
         )
         profiler = cProfile.Profile()
         signal.signal(signal.SIGUSR1, lambda *_: profiler.enable() if args.profile_file else None)
-        status = serve(Settings(port=args.serve, max_num_seqs=args.streams, log_level="warning"), engine)
+        with EngineProcess(worker) as engine:
+            status = serve(Settings(port=args.serve, max_num_seqs=args.streams, log_level="warning"), engine)
         if args.profile_file:
             profiler.disable()
             profiler.dump_stats(args.profile_file)

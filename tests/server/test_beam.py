@@ -1,29 +1,11 @@
-"""Which beams go on, and which have ended."""
+"""Beam search over HTTP: what it goes together with, and what the answer says of the beams."""
 
 from __future__ import annotations
 
-from server.beam import Beam, advanced
-from server.logprobs import Alternative
+import pytest
+
+from scheduler.messages import BeamSearch
 from tests.server.running import Running
-
-
-def others(**logprobs: float) -> list[Alternative]:
-    return [Alternative(int(name[1:]), "", b"", value) for name, value in logprobs.items()]
-
-
-def test_the_likeliest_of_all_beams_go_on() -> None:
-    beams = [Beam((1,), -1.0), Beam((2,), -1.5)]
-    live, ended = advanced(beams, [others(t5=-2.0, t6=-3.0), others(t5=-0.1, t7=-9.0)], 2, frozenset())
-    assert [(beam.tokens, round(beam.logprob, 6)) for beam in live] == [((2, 5), -1.6), ((1, 5), -3.0)]
-    assert ended == []
-
-
-def test_an_end_makes_room_for_another() -> None:
-    beams = [Beam((1,), -1.0)]
-    live, ended = advanced(beams, [others(t2=-0.1, t5=-2.0, t6=-3.0, t7=-4.0)], 2, frozenset({2}))
-    assert [beam.tokens for beam in live] == [(1, 5), (1, 6)]
-    assert ended == [Beam((1,), -1.1, True, 2)]
-    assert ended[0].score(1.0) == -1.1 / 2
 
 
 def test_beams_are_whole_answers_of_the_models_own_distribution(server: Running) -> None:
@@ -38,9 +20,34 @@ def test_beams_are_whole_answers_of_the_models_own_distribution(server: Running)
         assert reply.status_code == 400
         assert "use_beam_search" in reply.json()["error"]["message"]
     assert server.complete(use_beam_search=True, n=17).json()["error"]["param"] == "n"
-    assert server.complete(length_penalty=2).json()["error"]["param"] == "length_penalty"
-    long = {"prompt": [5] * 500, "max_tokens": 500, "n": 16}
-    assert server.complete(use_beam_search=True, **long).json()["error"]["param"] == "max_tokens"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"length_penalty": 2}, "length_penalty"),
+        ({"beam_width": 2}, "beam_width"),
+        ({"early_stopping": True}, "early_stopping"),
+        ({"use_beam_search": True, "beam_width": 2, "n": 3}, "beam_width"),
+        ({"use_beam_search": True, "beam_width": 17}, "beam_width"),
+        ({"use_beam_search": True, "beam_width": 9}, "beam_width"),
+        ({"use_beam_search": True, "n": 9}, "n"),
+        ({"use_beam_search": True, "early_stopping": "always"}, "early_stopping"),
+    ],
+)
+def test_what_does_not_fit_is_named(server: Running, fields: dict[str, object], param: str) -> None:
+    """The server runs eight sequences at once."""
+    reply = server.complete(**fields)
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"].partition(".")[0] == param
+
+
+def test_the_engine_is_told(server: Running) -> None:
+    fields = {"beam_width": 4, "length_penalty": 0.5, "early_stopping": "never"}
+    assert server.complete(use_beam_search=True, n=2, prompt=["a", "b"], **fields).status_code == 200
+    for submit in server.engine.submits():
+        assert submit.search == BeamSearch(width=4, length_penalty=0.5, early_stopping="never")
+        assert submit.n == 2
 
 
 def test_a_search_that_fails_leaves_nothing(server: Running) -> None:
@@ -57,3 +64,19 @@ def test_beams_end_with_the_end_token(server: Running) -> None:
     for choice in body["choices"]:
         assert first + 1 not in choice["token_ids"]
         assert choice["stop_reason"] == (first + 1 if choice["finish_reason"] == "stop" else None)
+
+
+def test_beams_come_best_first_with_their_logprobs(server: Running) -> None:
+    """Every step the likeliest token has the logprob -0.5, the next one -1.5."""
+    reply = server.complete(use_beam_search=True, n=3, max_tokens=4, logprobs=1, ignore_eos=True)
+    choices = reply.json()["choices"]
+    assert [choice["index"] for choice in choices] == [0, 1, 2]
+    assert [choice["cumulative_logprob"] for choice in choices] == pytest.approx([-2.0, -3.0, -3.0])
+    for choice in choices:
+        assert choice["finish_reason"] == "length"
+        assert sum(choice["logprobs"]["token_logprobs"]) == pytest.approx(choice["cumulative_logprob"])
+        assert all(len(top) in (1, 2) for top in choice["logprobs"]["top_logprobs"])
+    assert reply.json()["usage"]["completion_tokens"] == 12
+    plain = server.complete(use_beam_search=True, n=2).json()["choices"][0]
+    assert plain["logprobs"] is None
+    assert plain["cumulative_logprob"] < 0

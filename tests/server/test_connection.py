@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
-from collections.abc import Iterator
-from typing import Any
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, cast
 
 import httpx
 import pytest
 
 from model.tokenizer import Tokenizer
+from server.connection import LINGER_SECONDS, Connection
 from tests.server.running import COMPLETIONS, Running, running
 
 
@@ -237,3 +240,81 @@ def test_strange_targets_need_the_key_as_well(keyed: Running, target: str) -> No
 def keyed(smol: Tokenizer) -> Iterator[Running]:
     with running(smol, api_key=["key"]) as server:
         yield server
+
+
+def test_what_is_written_goes_out_at_once(server: Running) -> None:
+    """And does not wait for what was written before it to be acknowledged."""
+    connections = server.service.connections
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5):
+        server.wait(lambda: bool(connections._asking))
+        for one in connections._asking:
+            sock = cast(Connection, one).transport.get_extra_info("socket")
+            assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+# ---- who is refused while it is still sending ----
+
+POST = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n".encode()
+LENGTH = b"Content-Length: 8000000\r\n\r\n"
+LAST = b"Connection: close\r\n"
+
+
+def drained(server: Running) -> None:
+    server.service.draining = True
+
+
+def full(server: Running) -> None:
+    server.service.admission.sequences += 10**6
+
+
+REFUSED: dict[str, tuple[bytes, int, Callable[[Running], None]]] = {
+    "draining": (POST + LENGTH, 503, drained),
+    "full": (POST + LAST + LENGTH, 429, full),
+    "wrong key": (POST + LAST + b"Authorization: Bearer wrong\r\n" + LENGTH, 401, lambda server: None),
+    "large body": (POST + LAST + b"Content-Length: 80000000\r\n\r\n", 413, lambda server: None),
+    "two lengths": (POST + LAST + b"Transfer-Encoding: chunked\r\n" + LENGTH, 400, lambda server: None),
+    "no length": (POST + b"Transfer-Encoding: xchunked\r\n\r\n", 400, lambda server: None),
+    "large head": (POST + b"X: " + b"a" * 2**17, 400, lambda server: None),
+}
+
+
+@pytest.mark.parametrize(("head", "status", "prepare"), REFUSED.values(), ids=REFUSED)
+def test_a_refusal_is_read_whole_by_who_is_still_sending(
+    keyed: Running, monkeypatch: pytest.MonkeyPatch, head: bytes, status: int, prepare: Callable[[Running], None]
+) -> None:
+    """And at its end the connection: neither is lost to a reset."""
+    monkeypatch.setattr("server.connection.LINGER_SECONDS", 10)
+    service = keyed.service
+    sequences = service.admission.sequences
+    prepare(keyed)
+    with socket.create_connection(("127.0.0.1", keyed.port), timeout=10) as sock:
+        key = b"" if b"Authorization" in head else b"Authorization: Bearer key\r\n"
+        sock.sendall(head.replace(b"Host: x\r\n", b"Host: x\r\n" + key))
+        answer = sock.recv(1)
+        for _ in range(100):
+            sock.sendall(b"a" * 2**16)
+        answer += rest(sock)
+    assert answer.startswith(b"HTTP/1.1 %d " % status)
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
+    service.draining, service.admission.sequences = False, sequences
+    keyed.wait(lambda: service.connections.count == 0, LINGER_SECONDS)  # it went with the client
+
+
+@pytest.mark.parametrize("piece", [b"a", b"a" * 2**16], ids=["slowly", "without an end"])
+def test_who_goes_on_sending_after_its_last_answer_is_hung_up_on(
+    keyed: Running, monkeypatch: pytest.MonkeyPatch, piece: bytes
+) -> None:
+    monkeypatch.setattr("server.connection.LINGER_SECONDS", 0.3 if len(piece) == 1 else 60)
+    monkeypatch.setattr("server.connection.LINGER_BYTES", 2**20)
+    connections = keyed.service.connections
+    keyed.wait(lambda: connections.count == 0)
+    with socket.create_connection(("127.0.0.1", keyed.port), timeout=10) as sock:
+        sock.sendall(POST + LAST + b"Content-Length: 80000000\r\n\r\n")
+        assert rest(sock).startswith(b"HTTP/1.1 401 ")
+        assert connections.count == 1
+        began = time.monotonic()
+        with contextlib.suppress(ConnectionError):
+            while time.monotonic() - began < 5:
+                sock.sendall(piece)
+        assert time.monotonic() - began < 5
+    keyed.wait(lambda: connections.count == 0)

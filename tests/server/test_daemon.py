@@ -188,8 +188,8 @@ def test_an_engine_that_dies() -> None:
 def test_an_engine_that_is_replaced() -> None:
     """The stream goes on in the next one, token by token as if nothing had been."""
     with daemon() as process, ThreadPoolExecutor(1) as pool:
-        whole = stream(process, 900)
-        running = pool.submit(stream, process, 900)
+        whole = stream(process, 200)
+        running = pool.submit(stream, process, 200)
         until(lambda: in_flight(process) == 1, 10)
         process.engine().kill()
         assert text(running.result(60)) == text(whole)

@@ -56,6 +56,9 @@ def test_who_asks_for_nothing_and_who_does_not_read_are_not_waited_for(monkeypat
         ).encode()
         ask = POST + b"Content-Length: %d\r\n\r\n" % len(content) + content
         beginnings = [b"", b"GET /health HTTP/1.1\r\nHost", POST + b"Content-Length: 100\r\n\r\n{"]
+        beginnings.append(
+            POST + b"Content-Encoding: gzip\r\nConnection: close\r\nContent-Length: 100\r\n\r\n{"
+        )  # refused
         socks = [stack.enter_context(connected(process, it)) for it in beginnings]
         socks.append(stack.enter_context(connected(process, ask, receive=2048)))
         until(lambda: in_flight(process) == 1, 10)

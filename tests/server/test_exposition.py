@@ -54,6 +54,8 @@ def test_what_dashboards_read_is_there(server: Running) -> None:
             assert 'model_name="owner/fake"' in line
             assert 'engine="0"' in line
     assert 'block_size="16"' in next(line for line in series(text) if line.startswith("vllm:cache_config_info"))
+    figures = [server.metric(f"octavo_kv_{name}") for name in ("divergence_nats", "agreement_ratio")]
+    assert figures == [0.03125, 0.875]
     assert {"process_resident_memory_bytes", "process_start_time_seconds", "octavo_build_info"} <= names
 
 

@@ -20,6 +20,7 @@ keys:
   - name: first
     key: sesame-1
     weight: 2
+    priority: -3
     requests_per_minute: 60
     tokens-per-minute: 1000
     max_concurrency: 4
@@ -33,6 +34,7 @@ TOML = f"""
 name = "first"
 key = "sesame-1"
 weight = 2
+priority = -3
 requests_per_minute = 60
 tokens_per_minute = 1000
 max_concurrency = 4
@@ -47,6 +49,7 @@ ENTRIES = [
         "name": "first",
         "key": "sesame-1",
         "weight": 2,
+        "priority": -3,
         "requests_per_minute": 60,
         "tokens_per_minute": 1000,
         "max_concurrency": 4,
@@ -70,6 +73,7 @@ def test_three_kinds_of_files(tmp_path: Path, suffix: str, text: str) -> None:
         name="first",
         digest=hashlib.sha256(b"sesame-1").digest(),
         weight=2.0,
+        priority=-3,
         requests_per_minute=60,
         tokens_per_minute=1000,
         max_concurrency=4,
@@ -108,6 +112,8 @@ def entry(**fields: Any) -> dict[str, Any]:
         (entry(weight=0), r"entry 2 \('bad'\): weight: "),
         (entry(weight="2"), r"entry 2 \('bad'\): weight: "),
         (entry(weight=1e9), r"entry 2 \('bad'\): weight: "),
+        (entry(priority=1.5), r"entry 2 \('bad'\): priority: "),
+        (entry(priority=2**63), r"entry 2 \('bad'\): priority: "),
         (entry(requests_per_minute=0), r"entry 2 \('bad'\): requests_per_minute: .*1"),
         (entry(requests_per_minute=True), r"entry 2 \('bad'\): requests_per_minute: "),
         (entry(requests_per_minute=1.5), r"entry 2 \('bad'\): requests_per_minute: "),
@@ -181,7 +187,7 @@ def test_the_documented_file(tmp_path: Path) -> None:
     example = page.partition("```yaml\nkeys:")[2].partition("```")[0]
     operator, batch = read_keys(write(tmp_path, "keys:" + example, "keys.yaml"))
     assert (operator.admin, operator.digest) == (True, hashlib.sha256(b"in-plain-if-you-like").digest())
-    assert (batch.admin, batch.weight, batch.max_concurrency) == (False, 0.5, 8)
+    assert (batch.admin, batch.weight, batch.priority, batch.max_concurrency) == (False, 0.5, 10, 8)
     assert batch.expires is not None
 
 

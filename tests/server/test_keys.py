@@ -14,7 +14,7 @@ from model.tokenizer import Tokenizer
 from server.errors import AuthenticationError
 from server.keys import KeyRing
 from server.settings import Settings
-from tests.server.running import COMPLETIONS, Running, running
+from tests.server.running import CHAT, COMPLETIONS, Running, running
 from tests.server.test_daemon import daemon, until
 
 SECRETS = ("alice-secret", "bob-secret", "carol-secret", "plain-secret")
@@ -136,6 +136,33 @@ def test_over_http(tmp_path: Path, smol: Tokenizer, caplog: pytest.LogCaptureFix
         server.call(server.service.keys.reload)
         assert [asked(server, key).status_code for key in SECRETS] == [200, 401, 200, 200]
     assert "secret" not in caplog.text
+
+
+PRIORITIES = {"alice": (0, 0, 0, 7), "bob": (-2, -2, 0, 7), "carol": (3, 3, 3, 7), None: (-5, -2, 0, 7)}
+"""By key, what becomes of -5, -2, 0 and 7."""
+
+
+def test_a_client_puts_its_requests_behind_others_but_not_before(tmp_path: Path, smol: Tokenizer) -> None:
+    """Of every route that has the field. Without keys anybody may set any."""
+    bodies: list[tuple[str, dict[str, Any]]] = [
+        (COMPLETIONS, {"prompt": "x", "max_tokens": 1}),
+        (CHAT, {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}),
+        ("/v1/embeddings", {"input": "x"}),
+    ]
+    file = key_file(tmp_path, named("alice"), named("bob", priority=-2), named("carol", priority=3))
+    cases: list[tuple[tuple[str | None, ...], dict[str, Any]]] = [
+        (("alice", "bob", "carol"), {"api_keys_file": file}),
+        ((None,), {}),
+    ]
+    for names, flags in cases:
+        with running(smol, **flags) as server:
+            for name in names:
+                for path, body in bodies:
+                    server.engine.received.clear()
+                    for asked in (-5, -2, 0, 7):
+                        reply = server.post(path, {**body, "priority": asked}, authorization=f"Bearer {name}-secret")
+                        assert reply.status_code == 200
+                    assert tuple(submit.priority for submit in server.engine.submits()) == PRIORITIES[name], path
 
 
 def test_answers_of_other_keys_are_not_found(tmp_path: Path, smol: Tokenizer) -> None:

@@ -49,6 +49,14 @@ def test_kinds_of_files(tmp_path: Path, suffix: str) -> None:
         (["--queue-timeout", "inf"], "--queue-timeout: .* finite number"),
         (["--drain-timeout", "-1"], "--drain-timeout"),
         (["--served-model-name", "a b"], "--served-model-name"),
+        (["--kv-disk", "f"], "^--kv-disk and --kv-disk-size go together$"),
+        (["--kv-disk-size", "1GiB"], "^--kv-disk and --kv-disk-size go together$"),
+        (["--kv-disk-size", "1QiB", "--kv-disk", "f"], "--kv-disk-size: '1QiB' is not a size"),
+        (
+            ["--kv-disk", "f", "--kv-disk-size", "1GiB", "--kv-host-memory", "1GiB"],
+            "--kv-host-memory: there is one tier",
+        ),
+        (["--kv-host-memory", "1GiB", "--no-enable-prefix-caching"], "it needs --enable-prefix-caching"),
     ],
 )
 def test_a_bad_flag_is_one_line(arguments: list[str], words: str) -> None:

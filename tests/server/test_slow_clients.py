@@ -87,7 +87,8 @@ def test_byte_by_byte(server: Running, monkeypatch: pytest.MonkeyPatch, beginnin
         assert server.service.connections.dropped["head_timeout"] == dropped + 1
 
 
-def test_a_head_of_20_megabytes(server: Running) -> None:
+def test_a_head_of_20_megabytes(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server.connection.LINGER_BYTES", 2**20)
     with connected(server) as sock:
         sock.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nX: ")
         taken = pour(sock, b"a" * 2**18, 80)
@@ -255,7 +256,8 @@ def test_where_all_connections_are_busy_a_newcomer_is_told(smol: Tokenizer) -> N
         for _ in range(2):
             stack.enter_context(connected(server)).sendall(asking(body))
         server.wait(lambda: server.service.admission.requests == 2)
-        with connected(server) as sock:  # says nothing, so that the answer is not lost to a reset
+        with connected(server) as sock:
+            sock.sendall(asking(body))
             refused = rest(sock)
         assert status(refused) == 503
         assert b"retry-after: " in refused.lower()

@@ -344,7 +344,7 @@ def test_a_restarted_engine_gets_what_the_client_has() -> None:
     engine.step(1)
     engine.step(3, index=1)
     again = engine.stream.resubmit()
-    assert (again.id, again.generated, engine.stream.finished_indices) == (7, [[1], [3]], [1])
+    assert (again.id, again.generated, again.finished) == (7, [[1], [3]], [1])
     engine.step(2, LENGTH)
     results = asyncio.run(engine.stream.collect())
     assert [result.text for result in results] == ["ab", ""]

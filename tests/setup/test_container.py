@@ -46,6 +46,12 @@ def test_hadolint_is_awake(hadolint: Tool) -> None:
     assert hadolint("-", text="FROM python\nRUN sudo pip install torch\n").returncode != 0
 
 
+@pytest.mark.parametrize("name", ["build-cpu", "build-cuda"])
+def test_images_can_send_traces(root: Path, name: str) -> None:
+    """Every setting is passed on, so what each of them needs must be there."""
+    assert 'pip install -c constraints.txt ".[otel]"' in stage(root, name)
+
+
 def test_image_runs_without_root_and_stops_cleanly(root: Path) -> None:
     runtime = stage(root, "runtime")
     for line in (

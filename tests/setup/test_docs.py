@@ -12,6 +12,7 @@ import pytest
 
 from loadtest.compare import make_parser as make_compare_parser
 from loadtest.growth import make_parser as make_growth_parser
+from loadtest.kv import make_parser as make_kv_parser
 from loadtest.options import check, make_parser
 from loadtest.perplexity import make_parser as make_perplexity_parser
 from server.cli import add_serve_arguments
@@ -86,6 +87,8 @@ def test_commands_are_understood(root: Path, name: str) -> None:
             make_compare_parser().parse_args(words[1:])
         elif words[:1] == ["perplexity"]:
             make_perplexity_parser().parse_args(words[1:])
+        elif words[:1] == ["kv"]:
+            make_kv_parser().parse_args(words[1:])
         elif words[:1] == ["growth"]:
             make_growth_parser().parse_args(words[1:])
         else:

@@ -73,7 +73,8 @@ def test_make_test_runs_every_check_in_order_of_speed(make: Tool) -> None:
         ".venv/bin/ruff check",
         ".venv/bin/ruff format --check",
         ".venv/bin/mypy",
-        "OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2 --dist loadfile --ignore tests/e2e --ignore tests/faults",
+        "OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --ignore tests/e2e"
+        " --ignore tests/faults tests/parity tests",
         ".venv/bin/python -m pytest tests/e2e tests/faults",
     ]
     assert "[dev]" in shown.stdout

@@ -89,6 +89,7 @@ def test_documented_metrics_are_those_served(root: Path, served_names: set[str])
     documented = set(re.findall(r"`(octavo_[a-z_]+)`", text))
     stems = {re.sub(r"_(total|bucket|sum|count)$", "", name) for name in served_names if name.startswith("octavo_")}
     late = {"octavo_model_info", "octavo_model_weight_bytes", "octavo_kv_pool_bytes", "octavo_model_load_seconds"}
+    late |= {"octavo_kv_divergence_nats", "octavo_kv_agreement_ratio"}
     assert {re.sub(r"_total$", "", name) for name in documented} == stems | late
 
 

@@ -15,7 +15,7 @@ from model.attention.reference import ReferenceAttention
 from model.batch import Batch, Row
 from model.inputs import InputBuilder
 from model.kernels.loaded import Kernels
-from tests.model.test_attention_reference import CPU, LAYER, PARAMS, Scene, check, scene
+from tests.model.test_attention_reference import CPU, LAYER, PARAMS, Scene, check, check_given_back, scene
 
 Rows = list[tuple[int, int]]
 
@@ -66,6 +66,12 @@ def test_any_batch(kernels: Kernels) -> None:
         )
 
     examples()
+
+
+@pytest.mark.parametrize("kv", ["float32", "int8", "k8v4", "tq4"])
+@pytest.mark.parametrize(("window", "size"), [(1, 16), (33, 16), (100, 32), (64, 64)])
+def test_what_lies_behind_the_window_is_not_missed(kernels: Kernels, window: int, size: int, kv: str) -> None:
+    check_given_back(CpuAttention(kernels), window, size, kv)
 
 
 @pytest.mark.parametrize("kv", ["float32", "int8", "tq4"])

@@ -9,7 +9,7 @@ import pytest
 
 from model.tokenizer import Tokenizer
 from server.errors import EngineError
-from tests.server.running import CHAT, COMPLETIONS, Running, running
+from tests.server.running import CHAT, COMPLETIONS, MODEL, Running, running
 
 HI = [{"role": "user", "content": "hi"}]
 PREFILL = [*HI, {"role": "assistant", "content": "Well, "}]
@@ -241,3 +241,31 @@ def test_what_is_refused(server: Running, fields: dict[str, Any], param: str) ->
     assert reply.status_code == 400, reply.text
     assert reply.json()["error"]["param"] == param
     assert server.engine.submits() == []
+
+
+COMPLETION, RESPONSE = {"prompt": "x"}, {"input": "x"}
+MESSAGE = {"model": MODEL, "messages": HI, "max_tokens": 2}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "fields"),
+    [
+        (COMPLETIONS, COMPLETION, {"messages": HI}),
+        (COMPLETIONS, COMPLETION, {"max_completion_tokens": 2}),
+        (COMPLETIONS, COMPLETION, {"top_logprobs": 2}),
+        (COMPLETIONS, COMPLETION, {"tool_choice": "required"}),
+        (COMPLETIONS, COMPLETION, {"reasoning_effort": "low"}),
+        ("/v1/responses", RESPONSE, {"logprobs": True}),
+        ("/v1/responses", RESPONSE, {"reasoning_effort": "low"}),
+        ("/v1/responses", RESPONSE, {"functions": [{"name": "f"}]}),
+        ("/v1/messages", MESSAGE, {"n": 2}),
+        ("/v1/messages", MESSAGE, {"stop": ["a"]}),
+        ("/v1/messages", MESSAGE, {"response_format": {"type": "json_object"}}),
+    ],
+)
+def test_what_another_route_knows_is_not_ignored(
+    server: Running, path: str, body: dict[str, Any], fields: dict[str, Any]
+) -> None:
+    (param,) = fields
+    assert error(server.post(path, body | fields)) == (400, "unsupported_parameter", param)
+    assert server.post(path, body | {"max_tokens": 2, "function_call": "auto", "n": 1}).status_code == 200

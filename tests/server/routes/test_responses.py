@@ -152,7 +152,9 @@ def test_cut_short(server: Running, smol: Tokenizer) -> None:
     assert events[-1]["type"] == "response.incomplete"
     assert events[-1]["response"]["incomplete_details"] == {"reason": "max_output_tokens"}
     assert (item["status"], item["content"][0]["text"]) == ("incomplete", "This is a")
-    assert respond(server, max_output_tokens=3)["status"] == "incomplete"
+    for limit in ({"max_output_tokens": 3}, {"max_tokens": 3}, {"max_output_tokens": 3, "max_tokens": 9}):
+        whole = respond(server, **limit)
+        assert (whole["status"], whole["max_output_tokens"]) == ("incomplete", 3)
 
 
 def test_nothing_at_all(server: Running, smol: Tokenizer) -> None:

@@ -1,0 +1,90 @@
+"""A tiny model put together with a tier: what start-up says, what it refuses, and that real keys come back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpool.budget import BudgetError
+from kvpool.disk import TierError
+from model.params import SamplingParams
+from scheduler.assembly import assemble
+from scheduler.config import EngineConfig
+from scheduler.engine import Engine
+from scheduler.messages import Submit
+from tests.loadtest.tiny import write
+from tests.model.parity import build, prompts
+
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("assembly")
+    build("mistral", folder)
+    return folder
+
+
+def made(folder: Path, **options: Any) -> tuple[Engine, list[str]]:
+    """The engine, and what start-up says of its tier, its window and with a warning."""
+    lines: list[str] = []
+
+    def progress(stage: str, detail: str) -> None:
+        if stage in ("kv tier", "warning") or "slides" in detail:
+            lines.append(f"{stage}: {detail}")
+
+    values: dict[str, Any] = {"model": str(folder), "device": "cpu", "kv_cache_memory": MIB, "max_model_len": 400}
+    return assemble(EngineConfig(**(values | options)), progress)[0], lines
+
+
+def run(engine: Engine, prompt: list[int], id: int) -> tuple[list[int], int]:
+    """Tokens of a greedy answer, and cached tokens of the prompt."""
+    params = SamplingParams(max_tokens=8, seed=0, temperature=0.0)
+    output = engine.step([Submit(id=id, prompt_ids=prompt, params=params)])
+    (started,), tokens = output.started, output.tokens
+    while engine.has_work:
+        tokens += engine.step().tokens
+    engine.check()
+    return tokens, started.cached_tokens
+
+
+@pytest.mark.parametrize("kv", ["auto", "tq4"])
+def test_real_keys_come_back(folder: Path, tmp_path: Path, kv: str) -> None:
+    """Behind a restart, from a model with a window and from one with fitted keys; what is drawn is what it was."""
+    options = {"kv_disk": str(tmp_path / "kv"), "kv_disk_size": 4 * MIB, "kv_cache_dtype": kv}
+    if kv == "tq4":
+        options["model"] = str(write(tmp_path / "tiny.gguf"))
+    (prompt,) = prompts(100, (70,))
+    engine, lines = made(folder, **options)
+    assert lines[0].endswith("; 0 were found")
+    window = "kv cache: every layer slides: a sequence keeps the blocks of its last 32 tokens"
+    assert lines[1:] == ([window] if kv == "auto" else [])
+    first, cached = run(engine, prompt, 1)
+    assert cached == 0
+    assert engine.tiering is not None
+    engine.tiering.close()
+
+    engine, lines = made(folder, **options)
+    assert lines[0].endswith("; 4 were found")
+    assert run(engine, prompt, 1) == (first, 64)
+    assert engine.tiering is not None
+    engine.tiering.close()
+
+
+def test_host_memory_on_a_cpu(folder: Path) -> None:
+    engine, lines = made(folder, kv_host_memory=2 * MIB)
+    assert engine.tiering is not None
+    assert lines[0].startswith("warning: --kv-host-memory buys nothing on a CPU")
+    with pytest.raises(BudgetError, match=r"^--kv-host-memory 1 KiB: a block takes"):
+        made(folder, kv_host_memory=1024)
+    with pytest.raises(BudgetError, match=r"^--kv-host-memory 1024 TiB is more than the"):
+        made(folder, kv_host_memory=1 << 50)
+
+
+def test_a_file_in_the_way_is_seen_before_the_model_is_loaded(tmp_path: Path) -> None:
+    file = tmp_path / "thesis"
+    file.write_text("chapter one")
+    with pytest.raises(TierError, match="holds something else"):
+        made(tmp_path / "no-model", kv_disk=str(file), kv_disk_size=MIB)

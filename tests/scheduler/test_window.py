@@ -1,0 +1,125 @@
+"""Models whose layers all slide: a sequence gives its early blocks back, and nobody misses them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvpool.slots import MemorySlots
+from kvpool.tier import Tier
+from scheduler.limits import Limits
+
+if TYPE_CHECKING:
+    from tests.scheduler.conftest import World
+
+SIZE, WINDOW = 4, 12
+PROMPT = [*range(40), *range(40), 0]
+LIMITS = Limits(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=10_000)
+
+
+def test_a_long_sequence_holds_its_window(world: type[World]) -> None:
+    it = world(blocks=64, limits=LIMITS, window=WINDOW)
+    it.add(range(30), max_tokens=200)
+    most = 0
+    while it.inbox or it.engine.has_work:
+        stats = it.step().stats
+        if stats.running and stats.computed_tokens == 30:
+            most = max(most, stats.blocks_active)
+            assert stats.tokens_active <= stats.blocks_active * SIZE
+    assert most <= WINDOW // SIZE + 2
+    it.verify()
+
+
+def test_many_fit_where_few_did(world: type[World]) -> None:
+    """Four sequences of 200 tokens in a pool of 64 blocks, side by side and without a preemption."""
+    it = world(blocks=64, limits=LIMITS, window=WINDOW)
+    for number in range(4):
+        it.add([number] * 4, max_tokens=200)
+    most = 0
+    for _ in range(400):
+        stats = it.step().stats
+        most = max(most, stats.running)
+    it.run()
+    it.verify()
+    assert most == 4
+    assert it.last is not None
+    assert it.last.stats.preemptions == 0
+
+
+def test_forks_at_every_place_of_a_block(world: type[World]) -> None:
+    """A fork computes the prompt's last position again, at the very edge of the window."""
+    for length in range(WINDOW, WINDOW + 2 * SIZE):
+        it = world(blocks=64, limits=LIMITS, window=WINDOW)
+        it.add(range(length), max_tokens=20, n=3)
+        it.run()
+        it.verify()
+
+
+def test_a_prefix_is_found_by_its_end(world: type[World]) -> None:
+    """Its beginning was given back first and is evicted first; a hit needs the window alone."""
+    it = world(blocks=24, limits=LIMITS, window=WINDOW)
+    it.add(PROMPT[:-1], max_tokens=3)
+    it.run()
+    it.add([39] * 17, max_tokens=3)
+    it.run()
+    hit = it.pool.match(PROMPT, b"")
+    assert hit.tokens == 80
+    assert hit.blocks[:17] == (0,) * 17
+    assert all(hit.blocks[17:])
+    assert it.pool.match(PROMPT[:12], b"").tokens == 0, "its own beginning is gone"
+    request = it.add(PROMPT, max_tokens=9)
+    it.run()
+    it.verify()
+    assert it.started[request] == 80
+
+
+def test_a_prefix_whose_window_has_a_gap_is_none(world: type[World]) -> None:
+    it = world(blocks=40, limits=LIMITS, window=WINDOW)
+    it.add(PROMPT[:-1], max_tokens=1)
+    it.run()
+    block = it.pool.match(PROMPT, b"").blocks[-2]
+    it.pool._map.drop(block)
+    it.pool._cached -= 1
+    assert it.pool.match(PROMPT, b"").tokens == 72
+    assert it.pool.match(PROMPT, b"other").tokens == 0
+
+
+def evicted(world: type[World], slots: MemorySlots) -> World:
+    """Of PROMPT the pool has nothing left, its tier everything."""
+    it = world(blocks=24, limits=LIMITS, window=WINDOW, tier=Tier(slots))
+    for prompt in (PROMPT[:-1], *([number] * 70 for number in range(4))):
+        it.add(prompt, max_tokens=3)
+        it.run()
+    return it
+
+
+def test_the_tier_gives_the_window_back(world: type[World]) -> None:
+    it = evicted(world, MemorySlots(200, SIZE * 8))
+    hit = it.pool.match(PROMPT, b"")
+    assert (hit.tokens, len(hit.stored)) == (80, 3)
+    request = it.add(PROMPT, max_tokens=9)
+    it.run()
+    it.verify()
+    assert it.started[request] == 80
+    assert it.last is not None
+    assert it.last.stats.tier_restored_tokens == 3 * SIZE
+
+
+def test_a_window_of_which_a_part_is_damaged_is_computed(world: type[World]) -> None:
+    """What is left of it would need blocks before it that were not asked for."""
+    slots = MemorySlots(200, SIZE * 8)
+    it = evicted(world, slots)
+    head = it.pool.match(PROMPT, b"").stored[-1]
+    slots._content[next(slot for slot, (of, _) in enumerate(slots._of) if of == head), 0] ^= 1
+    request = it.add(PROMPT, max_tokens=9)
+    it.run()
+    it.verify()
+    assert it.started[request] == 0
+    assert it.last is not None
+    assert it.last.stats.tier_refused_tokens == SIZE
+
+
+def test_a_window_is_read_whole_or_not_at_all(world: type[World]) -> None:
+    it = evicted(world, MemorySlots(200, SIZE * 8))
+    assert it.pool.tier is not None
+    it.pool.tier.worth = lambda start, count: count - 1
+    assert it.pool.match(PROMPT, b"").tokens == 0
