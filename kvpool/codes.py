@@ -1,11 +1,12 @@
 """Codes of 8 and 4 bits for key and value vectors, in torch: the oracle of the kernels, and what runs without them.
 
     8 bits   integers -127 … 127, to nearest, ties to even; scale: the largest magnitude / 127
-    4 bits   of the rotated vector, scaled to unit variance: sign and index of the nearest of eight levels, those of
-             Lloyd and Max for a Gaussian in whole numbers of 1 / SPREAD; so a nibble is a small integer too, by a table
+    4 bits   scaled to unit variance: sign and index of the nearest of eight levels, those of Lloyd and Max
+             for a Gaussian in whole numbers of 1 / SPREAD; so a nibble is a small integer too, by a table
 
-The scale is float16, one for a vector. Of a 4-bit key it makes ⟨x, x̂⟩ = ‖x‖², so that scores are right in the mean; of
-a 4-bit value it makes ‖x - x̂‖ least. A vector with a number that is not finite gets the scale NaN.
+Keys, and 4-bit values, are rotated first. The scale is float16, one for a vector. Of a 4-bit key it makes
+⟨x, x̂⟩ = ‖x‖², so that scores are right in the mean; of a 4-bit value it makes ‖x - x̂‖ least. A vector with a
+number that is not finite gets the scale NaN.
 """
 
 from __future__ import annotations
@@ -29,11 +30,12 @@ class Codec:
 
     bits: int
     unbiased: bool
-    """The scale is that of keys."""
+    """The vectors are keys."""
 
     @property
     def rotated(self) -> bool:
-        return self.bits == 4
+        """Whether codes are of the rotated vector, which has nothing that stands out."""
+        return self.bits == 4 or self.unbiased
 
     def code_bytes(self, head_dim: int) -> int:
         return head_dim * self.bits // 8
@@ -41,12 +43,14 @@ class Codec:
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """[..., head_dim] → codes uint8 [..., code_bytes], scales float16 [...]."""
         x = x.float()
-        codes, scale = self._nibbles(x) if self.rotated else self._bytes(x)
+        if self.rotated:
+            x = x @ rotation(x.shape[-1], x.device).T
+        codes, scale = self._nibbles(x) if self.bits == 4 else self._bytes(x)
         return codes, scale.half()
 
     def decode(self, codes: Tensor, scales: Tensor) -> Tensor:
         """What encode() made → float32 [..., head_dim], rotated where this codec rotates."""
-        if self.rotated:
+        if self.bits == 4:
             levels = torch.tensor(LEVELS, dtype=torch.float32, device=codes.device)
             values = torch.cat([levels, -levels])[torch.cat([codes & 15, codes >> 4], -1).long()]
         else:
@@ -60,7 +64,6 @@ class Codec:
 
     def _nibbles(self, x: Tensor) -> tuple[Tensor, Tensor]:
         dim = x.shape[-1]
-        x = x @ rotation(dim, x.device).T
         square = x.square().sum(-1)
         spread = x * (SPREAD * dim**0.5 / square.sqrt()).unsqueeze(-1)
         levels = torch.tensor(LEVELS, dtype=torch.float32, device=x.device)

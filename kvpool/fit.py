@@ -1,4 +1,4 @@
-"""KeyFit: what is done to keys before they become 4-bit codes, and to queries, so that scores stay what they are.
+"""KeyFit: what is done to keys before they become codes, and to queries, so that scores stay what they are.
 
     key      (k - shift) / balance     what all keys of a head have in common moves all scores of a query alike, which
     query    q · balance               the softmax does not see; so bits are better spent on what differs

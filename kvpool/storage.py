@@ -39,14 +39,13 @@ class KVStorage:
         split = num_blocks * layout.kv_heads * key_tile
         self.data = memory.view(layout.num_layers, -1)
         self.fit: KeyFit | None = None
-        """Of 4-bit keys."""
+        """Of keys as codes."""
         keys = self.data[:, :split].view(layout.num_layers, *shape, key_tile)
         values = self.data[:, split:].view(layout.num_layers, *shape, value_tile)
         if form.scale_bytes:
             self.keys = Plane(keys, size, dim, Codec(form.key_bits, unbiased=True))
             self.values = Plane(values, size, dim, Codec(form.value_bits, unbiased=False))
-            if form.key_bits == 4:
-                self.fit = KeyFit(layout.num_layers, layout.kv_heads, dim, device)
+            self.fit = KeyFit(layout.num_layers, layout.kv_heads, dim, device)
         else:
             dtype: torch.dtype = getattr(torch, form.name)
             self.data = memory.view(dtype).view(layout.num_layers, 2, *shape, size, dim)

@@ -39,7 +39,7 @@ inline void put_query(const Attended& t, int64_t token, int64_t head, int lane, 
   float* row = few ? s.query + lane * t.dim : s.row;
   for (int64_t d = 0; d < t.dim; d += W) store(row + d, load<vf>(q + d) * t.scale);
   if (t.keys.fit) fit_query(t.keys, t.kv_heads, head / t.shared(), row, t.dim);
-  if (t.keys.bits == 4) rotate_code(row, t.dim);
+  if (t.keys.bits) rotate_code(row, t.dim);
   if (!few)
     for (int64_t d = 0; d < t.dim; d++) s.query[d * LANES + lane] = row[d];
 }

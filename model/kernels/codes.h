@@ -1,7 +1,7 @@
 // Codes of 8 and 4 bits for keys and values, as kvpool/codes.py has them, which is the oracle.
 //
 //   a (block, head) tile     codes [block_size, row] | scales [block_size] float16
-//   a row of 8 bits          one signed byte a value
+//   a row of 8 bits          one signed byte a value; of a key, of the rotated vector
 //   a row of 4 bits          byte j: value j in the low half, value j + dim / 2 in the high; sign and level of a value of
 //                            the rotated vector. Levels are whole numbers, so that a shuffle of bytes makes 8 bits of
 //                            4, and all that multiplies codes knows 8.
@@ -183,7 +183,7 @@ inline void fit_query(const Plane& p, int64_t kv_heads, int64_t head, float* x, 
   for (int64_t d = 0; d < dim; d += W) store(x + d, load<vf>(x + d) * load<vf>(balance + d));
 }
 
-// x [dim], a key or a value of a head, becomes codes in a slot of a block. Codes of 4 bits leave it rotated.
+// x [dim], a key or a value of a head, becomes codes in a slot of a block. Keys and 4-bit values are left rotated.
 inline void write_codes(const Plane& p, int64_t block, int64_t kv_heads, int64_t head, int64_t block_size, int64_t slot,
                         float* x, int64_t dim, bool key) {
   const int64_t tile = block * kv_heads + head;
@@ -191,7 +191,7 @@ inline void write_codes(const Plane& p, int64_t block, int64_t kv_heads, int64_t
   vf broken = {};
   for (int64_t d = 0; d < dim; d += W) broken += load<vf>(x + d) - load<vf>(x + d);
   if (p.fit) fit_key(p, kv_heads, head, x, dim);
-  if (p.bits == 4) rotate_code(x, dim);
+  if (key || p.bits == 4) rotate_code(x, dim);
   const f16 scale = p.bits == 4 ? encode_nibbles(x, dim, key, sum(broken), (uint8_t*)to)
                                 : encode_bytes(x, dim, sum(broken), (int8_t*)to);
   ((f16*)scales_of(p, tile, block_size))[slot] = scale;

@@ -114,7 +114,7 @@ octavo::Plane keys_of(const Tensor& tiles, const optional<Tensor>& fit, int64_t 
                       int64_t block_size, int64_t dim) {
   octavo::Plane plane = plane_of(tiles, kv_heads, block_size, dim, "keys");
   if (fit) plane.fit = pointer<float>(checked(*fit, at::kFloat, {layers, 3, kv_heads, dim}, "fit"));
-  TORCH_CHECK((plane.bits == 4) == fit.has_value(), "4-bit keys, and no others, have a fit");
+  TORCH_CHECK((plane.bits != 0) == fit.has_value(), "keys as codes, and no others, have a fit");
   return plane;
 }
 

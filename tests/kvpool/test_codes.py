@@ -12,7 +12,7 @@ from kvpool.rotation import rotation
 
 CPU = torch.device("cpu")
 DIMS = (16, 64, 80, 96, 128, 256, 320)
-BYTES, KEYS, VALUES = Codec(8, True), Codec(4, True), Codec(4, False)
+BYTES, KEYS, VALUES = Codec(8, False), Codec(4, True), Codec(4, False)
 
 
 def gaussian(rows: int, dim: int, seed: int = 0) -> torch.Tensor:

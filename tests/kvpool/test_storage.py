@@ -82,13 +82,13 @@ def test_what_was_written_is_read(slots: list[int], name: str) -> None:
 
 
 def test_a_tile_of_codes_has_its_scales_behind_it() -> None:
-    storage = make("k8v4")
+    storage = make("int8")
     ones = torch.ones(1, HEADS, DIM)
-    storage.write(0, ones * 127, ones, torch.tensor([2 * SIZE + 1]))
-    tile = storage.k[0][2, 1]
+    storage.write(0, ones, ones * 127, torch.tensor([2 * SIZE + 1]))
+    tile = storage.v[0][2, 1]
     assert tile[DIM : 2 * DIM].tolist() == [127] * DIM
     assert tile[SIZE * DIM :].view(torch.float16).tolist() == [0.0, 1.0, 0.0, 0.0]
-    assert storage.v[0].shape == (BLOCKS, HEADS, SIZE * (DIM // 2 + 2))
+    assert make("k8v4").v[0].shape == (BLOCKS, HEADS, SIZE * (DIM // 2 + 2))
 
 
 def test_write_takes_slices_of_a_fused_projection() -> None:
