@@ -1,4 +1,4 @@
-"""The rotation of 4-bit codes (`kvpool.rotation`) for queries, and back for what attention makes of rotated values."""
+"""The rotation before codes (`kvpool.rotation`) for queries, and back for what attention makes of rotated values."""
 
 from functools import cache
 

@@ -1,5 +1,5 @@
 """From what the QKV projection gives to what attention reads, in one kernel: norms of heads, rotary embedding, the fit
-and rotation of 4-bit keys, codes, and the places in the pool."""
+and rotation of keys that become codes, codes, and the places in the pool."""
 
 import triton
 import triton.language as tl
@@ -89,7 +89,7 @@ def write(
         y0 = turned(x, w, cos, sin, inverse, token, d, inside, DIM, ROTARY, NORMED)
         y1 = turned(x, w, cos, sin, inverse, token, d + H, inside, DIM, ROTARY, NORMED)
         if head < HEADS:
-            if KEY_BITS == 4:
+            if KEY_BITS <= 8:
                 balance = fit + (2 * KV_HEADS + head // (HEADS // KV_HEADS)) * DIM + d
                 y0 *= tl.load(balance, mask=d < H, other=0.0)
                 y1 *= tl.load(balance + H, mask=d < H, other=0.0)
@@ -99,7 +99,7 @@ def write(
             tl.store(to + H, y1, mask=inside)
         else:
             kv = head - HEADS
-            if KEY_BITS == 4:
+            if KEY_BITS <= 8:
                 shift = fit + kv * DIM + d
                 inverse_balance = shift + KV_HEADS * DIM
                 y0 = (y0 - tl.load(shift, mask=d < H, other=0.0)) * tl.load(inverse_balance, mask=d < H, other=0.0)
@@ -138,7 +138,6 @@ def writing(
     (tokens, _, dim), heads, kv_heads = qkv.shape, query.shape[1], storage.k[layer].shape[1]
     cos, sin = cos_sin or (qkv, qkv)
     dot = dot_type(query.dtype, storage.k[layer].dtype)
-    coded = storage.values.codec is not None and storage.values.codec.rotated
     return Launch(
         write,
         (triton.cdiv(tokens, ROWS), heads + 2 * kv_heads),
@@ -151,7 +150,7 @@ def writing(
             "cos": cos,
             "sin": sin,
             "fit": qkv if storage.fit is None else storage.fit.data[layer],
-            "signs": signs(dim, qkv.device, dot) if coded else qkv,
+            "signs": signs(dim, qkv.device, dot) if storage.fit is not None else qkv,
             "blocks": inputs.blocks,
             "offsets": inputs.offsets,
             "tokens": tokens,
