@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import torch
 from torch import Tensor
 
 from kvpool.storage import KVStorage
 from model.gpu.attention import attention
 from model.gpu.launch import dot_type, torch_type
-from model.gpu.plan import plan
+from model.gpu.plan import Reserved, plan
 from model.gpu.rotation import turning
 from model.inputs import StepInputs
 
@@ -24,6 +26,7 @@ class TritonAttention:
     reads_unwritten = False
 
     def __init__(self, device: torch.device) -> None:
+        self.device = device
         cuda = device.type == "cuda"
         self.programs = torch.cuda.get_device_properties(device).multi_processor_count if cuda else EMULATED
 
@@ -50,6 +53,12 @@ class TritonAttention:
         else:
             dtype = query.dtype
         return self.attend(query, dtype, storage, layer, inputs, scale=scale, window=window, softcap=softcap)
+
+    def reserve(self, key: Hashable, rows: int, columns: int) -> Reserved:
+        """Room for what the plan `key` of a step is derived from; see `model.graphs`."""
+        assert isinstance(key, tuple)
+        _, window, kv_heads, group = key
+        return Reserved(rows, columns, window, kv_heads, group, self.programs, self.device)
 
     def attend(
         self,

@@ -21,7 +21,7 @@ from model.gpu.plan import COLUMNS, Plan, Work, power
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit(do_not_specialize=["width", "count", "window"])
+@triton.jit(do_not_specialize=["count", "window"])
 def attend(
     query,
     keys,
@@ -58,7 +58,7 @@ def attend(
 
     query [tokens, KV_HEADS · GROUP, DIM], rotated where keys are; out likewise, contiguous. A part of a context goes to
     parts float32 [parts, KV_HEADS, ROWS, DIM], divided by its own sum, and the log₂ of that to weights [parts,
-    KV_HEADS, ROWS]. row_starts, starts, tables: as in StepInputs, int32.
+    KV_HEADS, ROWS]. row_starts, starts, tables: as in StepInputs, int32; width [1] that of tables.
     """
     H: tl.constexpr = DIM // 2
     item, head = tl.program_id(0), tl.program_id(1)
@@ -72,6 +72,7 @@ def attend(
     token = tl.load(row_starts + row) + first
     left = tl.load(row_starts + row + 1) - token
     start = tl.load(starts + row) + first
+    table = tables + row * tl.load(width)
 
     m = tl.arange(0, ROWS)[:, None]
     d = tl.arange(0, HALF)[None, :]
@@ -92,7 +93,7 @@ def attend(
         inside = n < end
         if WINDOWED:  # a block that no query sees may be gone
             inside = inside & (n > start - window)
-        block = tl.load(tables + row * width + n // BLOCK, mask=inside, other=0).to(tl.int64)
+        block = tl.load(table + n // BLOCK, mask=inside, other=0).to(tl.int64)
         tile, slot = block * KV_HEADS + head, n % BLOCK
         k0, k1 = halves(keys, tile[None, :], slot[None, :], dk, inside[None, :], DIM, HALF, BLOCK, KEY_BITS, DOT, ASM)
         scores = tl.dot(q1, k1, tl.dot(q0, k0, input_precision="tf32x3"), input_precision="tf32x3")
@@ -219,7 +220,7 @@ def attention(
                 "starts": plan.starts,
                 "tables": plan.tables,
                 "count": len(work.items),
-                "width": plan.tables.shape[1],
+                "width": plan.width,
                 "stride": query.stride(0),
                 "scale": scale,
                 "window": window or 0,

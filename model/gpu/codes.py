@@ -153,7 +153,7 @@ def store(
     BITS: tl.constexpr,
     UNBIASED: tl.constexpr,
 ):
-    """Write vectors, given as float32 halves [n, HALF], rotated already where their codec rotates; tile, slot [n, 1]."""
+    """Write vectors, float32 halves [n, HALF], rotated already where their codec rotates them; tile and slot [n, 1]."""
     H: tl.constexpr = DIM // 2
     SIZE: tl.constexpr = BLOCK * (DIM * BITS // 8 + 2) if BITS <= 8 else BLOCK * DIM
     real = d < H

@@ -6,7 +6,7 @@
 Decode rows and short drafts fit a small tile; rows of chunks get a large one, in a launch of their own. A context is
 split where one program would otherwise work long after all others are done: no item has more than its share of the
 launch's keys. So there are at most WAVES · programs / kv_heads items more than tiles, whatever the contexts are, and a
-captured step can reserve them.
+captured step reserves them (`Reserved`).
 """
 
 from __future__ import annotations
@@ -62,6 +62,9 @@ class Plan:
     row_starts: Tensor
     starts: Tensor
     tables: Tensor
+    """Rows one behind the other."""
+    width: Tensor
+    """[1] of `tables`; on the device, for a captured step has another one each time."""
     works: list[Work]
 
 
@@ -74,13 +77,61 @@ def plan(inputs: StepInputs, window: int | None, kv_heads: int, group: int, prog
         for chosen, rows in ((np.flatnonzero(few), small), (np.flatnonzero(~few), max(LARGE, small)))
         if len(chosen)
     ]
-    arrays = [inputs.row_starts, inputs.starts, inputs.tables, *(array for _, *pair in cuts for array in pair)]
-    row_starts, starts, tables, *pairs = _move(arrays, inputs.device)
+    pairs = [array for _, *pair in cuts for array in pair]
+    arrays = [*_heads(inputs), *pairs, inputs.tables]
+    packed, begins = _pack(arrays)
+    row_starts, starts, width, *moved, tables = _views(to_device(packed, inputs.device), begins, arrays)
     works = [
         Work(rows, items, merges, int(merged[:, 3].sum()))
-        for (rows, _, merged), items, merges in zip(cuts, pairs[::2], pairs[1::2], strict=True)
+        for (rows, _, merged), items, merges in zip(cuts, moved[::2], moved[1::2], strict=True)
     ]
-    return Plan(row_starts, starts, tables, works)
+    return Plan(row_starts, starts, tables, width, works)
+
+
+class Reserved:
+    """Room for the plan of any step of up to `rows` rows of one token, in tensors that stay where they are.
+
+    What a step leaves of it are items without keys, of a query that its row has not: they write nothing.
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        columns: int,
+        window: int | None,
+        kv_heads: int,
+        group: int,
+        programs: int,
+        device: torch.device,
+    ) -> None:
+        """columns: of the longest table. The rest as for `plan`."""
+        self._window, self._kv_heads, self._group, self._programs = window, kv_heads, group, programs
+        more = WAVES * programs // kv_heads
+        merged = min(rows, more)
+        shapes = [(rows + 1,), (rows,), (1,), (rows + more, COLUMNS), (merged, 4)]
+        self._spare = [np.zeros(shape, np.int64) for shape in shapes]
+        self._spare[3][:] = (0, 1, 0, 0, -1)
+        self._spare[4][:] = (0, 1, 0, 0)
+        whole = [*self._spare, np.zeros((rows, columns), np.int64)]
+        packed, begins = _pack(whole)
+        self._flat = torch.from_numpy(packed).to(device)
+        row_starts, starts, width, items, merges, tables = _views(self._flat, begins, whole)
+        work = Work(power(SMALL, group), items, merges, more + merged)
+        self.plan = Plan(row_starts, starts, tables, width, [work])
+
+    def fill(self, inputs: StepInputs) -> None:
+        """Let `plan` be that of a step, without waiting for the device."""
+        rows = self.plan.works[0].rows
+        every = np.arange(len(inputs.counts))
+        pair = cut(inputs, every, rows // self._group, self._window, self._kv_heads, self._programs)
+        arrays = []
+        for array, spare in zip([*_heads(inputs), *pair], self._spare, strict=True):
+            whole = spare.copy()
+            whole[: len(array)] = array
+            arrays.append(whole)
+        packed = torch.from_numpy(_pack([*arrays, inputs.tables])[0])
+        target = self._flat[: len(packed)]
+        target.copy_(packed.pin_memory() if target.is_cuda else packed, non_blocking=True)
 
 
 def cut(
@@ -112,12 +163,19 @@ def cut(
     return items[np.argsort(from_ - to, kind="stable")], merges
 
 
-def _move(arrays: list[Ints], device: torch.device) -> list[Tensor]:
-    """To the device as int32, in one copy; each begins at a multiple of 16 bytes, as kernels are compiled for."""
-    sizes = [up(array.size, 4) * 4 for array in arrays]
-    packed: npt.NDArray[np.int32] = np.zeros(sum(sizes), np.int32)
-    begins = np.cumsum([0, *sizes[:-1]]).tolist()
-    for array, begin in zip(arrays, begins, strict=True):
+def _heads(inputs: StepInputs) -> list[Ints]:
+    return [inputs.row_starts, inputs.starts, np.array([inputs.tables.shape[1]])]
+
+
+def _pack(arrays: list[Ints]) -> tuple[npt.NDArray[np.int32], list[int]]:
+    """One behind the other, to be moved in one copy, and where each begins: at multiples of 16 bytes, as kernels are
+    compiled for."""
+    begins = np.cumsum([0, *(up(array.size, 4) * 4 for array in arrays)]).tolist()
+    packed: npt.NDArray[np.int32] = np.zeros(begins[-1], np.int32)
+    for array, begin in zip(arrays, begins, strict=False):
         packed[begin : begin + array.size] = array.ravel()
-    moved = to_device(packed, device)
-    return [moved[begin : begin + array.size].view(array.shape) for array, begin in zip(arrays, begins, strict=True)]
+    return packed, begins
+
+
+def _views(flat: Tensor, begins: list[int], arrays: list[Ints]) -> list[Tensor]:
+    return [flat[begin : begin + array.size].view(array.shape) for begin, array in zip(begins, arrays, strict=False)]
