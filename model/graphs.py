@@ -63,11 +63,10 @@ class CudaRecorder:
         self._stream = torch.cuda.Stream(device)
 
     def record(self, call: Callable[[], Tensor]) -> tuple[Tensor, Replay]:
-        current = torch.cuda.current_stream()
-        self._stream.wait_stream(current)
+        self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             call()  # compiles kernels, and makes what libraries and caches keep: nothing of that may be captured
-        current.wait_stream(self._stream)
+        torch.cuda.synchronize()  # what goes wrong in it is raised here
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._memory, stream=self._stream):
             out = call()
@@ -153,10 +152,22 @@ def captured(model: Model, storage: KVStorage, rows: int, columns: int, progress
     from model.attention.triton import TritonAttention  # here: only a GPU has triton
 
     assert isinstance(model.attention, TritonAttention)
+    return attempt(model, model.attention, storage, rows, columns, CudaRecorder(device), progress)
+
+
+def attempt(
+    model: Model,
+    attention: Reserving,
+    storage: KVStorage,
+    rows: int,
+    columns: int,
+    recorder: Recorder,
+    progress: Callable[[str, str], None],
+) -> Model:
+    """As `captured`, by any recorder."""
     try:
         with torch.inference_mode():
-            made = Captured(model, model.attention, storage, rows, columns, CudaRecorder(device))
-            torch.cuda.synchronize(device)
+            made = Captured(model, attention, storage, rows, columns, recorder)
     except Exception as error:
         progress("warning", f"decode steps are launched kernel by kernel, which is slower: {_line(error)}")
         return model

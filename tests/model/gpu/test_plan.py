@@ -9,21 +9,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model.batch import Batch, Row
-from model.gpu.plan import COLUMNS, STEP, WAVES, Plan, plan
-from model.inputs import InputBuilder
+from model.gpu.plan import COLUMNS, STEP, WAVES, Plan, Reserved, plan
+from model.inputs import InputBuilder, StepInputs
 from model.params import SamplingParams
 from tests.model.test_attention_reference import CPU
 
 PARAMS = SamplingParams(max_tokens=1, seed=0)
 
 
-def planned(rows: list[tuple[int, int]], window: int | None, kv_heads: int, group: int, programs: int) -> Plan:
+def built(rows: list[tuple[int, int]]) -> StepInputs:
     batch = [
         Row([0] * (start + count), start + count, start, count, list(range(1, 2 + (start + count) // 16)), PARAMS)
         for start, count in rows
     ]
-    inputs = InputBuilder(sum(count for _, count in rows), 16, CPU).build(Batch(batch))
-    return plan(inputs, window, kv_heads, group, programs)
+    return InputBuilder(sum(count for _, count in rows), 16, CPU).build(Batch(batch))
+
+
+def planned(rows: list[tuple[int, int]], window: int | None, kv_heads: int, group: int, programs: int) -> Plan:
+    return plan(built(rows), window, kv_heads, group, programs)
 
 
 @settings(max_examples=60, deadline=None)
@@ -87,3 +90,38 @@ def test_a_full_batch_is_not_split_and_a_long_context_is() -> None:
 def test_drafts_fit_the_small_tile() -> None:
     works = planned([(50, 1), (20, 4), (10, 5), (0, 60)], None, 2, 4, 132).works
     assert [(work.rows, sorted(set(work.items[:, 0].tolist()))) for work in works] == [(16, [0, 1]), (64, [2, 3])]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    starts=st.lists(st.integers(0, 3000), min_size=1, max_size=12),
+    window=st.none() | st.integers(1, 500),
+    kv_heads=st.sampled_from([1, 2, 8, 500]),
+    group=st.sampled_from([1, 3, 24]),
+    programs=st.sampled_from([4, 132]),
+)
+def test_there_is_room_for_any_plan(
+    starts: list[int], window: int | None, kv_heads: int, group: int, programs: int
+) -> None:
+    """Whatever a step before left; what is over writes nothing: no keys, and a query that row 0 has not."""
+    reserved = Reserved(13, 190, window, kv_heads, group, programs, CPU)
+    for rows in ([(3000, 1)] * 13, [(start, 1) for start in starts]):
+        inputs = built(rows)
+        expected = plan(inputs, window, kv_heads, group, programs)
+        reserved.fill(inputs)
+        made, (work,), (room,) = reserved.plan, expected.works, reserved.plan.works
+        assert room.rows == work.rows
+        assert room.parts >= work.parts
+        for whole, part, spare in (
+            (room.items, work.items, [0, 1, 0, 0, -1]),
+            (room.merges, work.merges, [0, 1, 0, 0]),
+        ):
+            assert whole[: len(part)].tolist() == part.tolist()
+            assert whole[len(part) :].tolist() == [spare] * (len(whole) - len(part))
+        assert made.row_starts[: len(rows) + 1].tolist() == expected.row_starts.tolist()
+        assert made.starts[: len(rows)].tolist() == expected.starts.tolist()
+        assert made.width.tolist() == expected.width.tolist() == [inputs.tables.shape[1]]
+        assert made.tables.flatten()[: inputs.tables.size].tolist() == inputs.tables.ravel().tolist()
+    assert all(
+        tensor.data_ptr() % 16 == 0 for tensor in (made.starts, made.width, made.tables, room.items, room.merges)
+    )
