@@ -11,7 +11,7 @@ are launched kernel by kernel: they have too many shapes, and enough work to hid
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -100,11 +100,12 @@ class Captured:
         model: Model,
         attention: Reserving,
         storage: KVStorage,
-        rows: int,
+        sizes: Sequence[int],
         columns: int,
         recorder: Recorder,
     ) -> None:
-        """Capture steps of up to `rows` rows, with tables of up to `columns` blocks. Writes to the null block only."""
+        """Capture steps of these many rows, ascending, with tables of up to `columns` blocks. Writes to the null block
+        only."""
         self.model = model
         self.storage = storage
         self.config = model.config
@@ -114,17 +115,17 @@ class Captured:
         probe = InputBuilder(1, storage.block_size, storage.data.device).build(Batch([_PADDING]))
         model.forward(probe, storage)
         keys = list(probe.plans)
-        self.buckets = buckets(rows)
+        self.sizes = sizes
         self._graphs = {}
-        for size in reversed(self.buckets):
+        for size in reversed(self.sizes):
             rooms = {key: attention.reserve(key, size, columns) for key in keys}
             self._graphs[size] = self._capture(size, rooms, recorder)
 
     def forward(self, inputs: StepInputs, storage: KVStorage) -> Tensor:
         rows = len(inputs.counts)
-        if rows != inputs.fields.shape[1] or rows > self.buckets[-1] or storage is not self.storage:
+        if rows != inputs.fields.shape[1] or rows > self.sizes[-1] or storage is not self.storage:
             return self.model.forward(inputs, storage)
-        return self._graphs[self.buckets[bisect_left(self.buckets, rows)]].run(inputs)
+        return self._graphs[self.sizes[bisect_left(self.sizes, rows)]].run(inputs)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.model.logits(hidden)
@@ -143,7 +144,9 @@ def buckets(rows: int) -> list[int]:
     return [size for size in BUCKETS if size < rows] + ([rows] if rows <= BUCKETS[-1] else [])
 
 
-def captured(model: Model, storage: KVStorage, rows: int, columns: int, progress: Callable[[str, str], None]) -> Model:
+def captured(
+    model: Model, storage: KVStorage, sizes: Sequence[int], columns: int, progress: Callable[[str, str], None]
+) -> Model:
     """The model with its decode steps captured, where a GPU computes it with our kernels; else as it is, and with one
     line that says why where capturing failed."""
     device = storage.data.device
@@ -152,14 +155,14 @@ def captured(model: Model, storage: KVStorage, rows: int, columns: int, progress
     from model.attention.triton import TritonAttention  # here: only a GPU has triton
 
     assert isinstance(model.attention, TritonAttention)
-    return attempt(model, model.attention, storage, rows, columns, CudaRecorder(device), progress)
+    return attempt(model, model.attention, storage, sizes, columns, CudaRecorder(device), progress)
 
 
 def attempt(
     model: Model,
     attention: Reserving,
     storage: KVStorage,
-    rows: int,
+    sizes: Sequence[int],
     columns: int,
     recorder: Recorder,
     progress: Callable[[str, str], None],
@@ -167,11 +170,11 @@ def attempt(
     """As `captured`, by any recorder."""
     try:
         with torch.inference_mode():
-            made = Captured(model, attention, storage, rows, columns, recorder)
+            made = Captured(model, attention, storage, sizes, columns, recorder)
     except Exception as error:
         progress("warning", f"decode steps are launched kernel by kernel, which is slower: {_line(error)}")
         return model
-    progress("graphs", f"decode steps of up to {made.buckets[-1]} rows, in {len(made.buckets)} sizes")
+    progress("graphs", f"decode steps of up to {sizes[-1]} rows, in {len(sizes)} sizes")
     return made
 
 

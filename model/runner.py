@@ -25,7 +25,7 @@ from model.errors import ModelError
 from model.executor import Runner
 from model.gate import PROMPTS, Distance, measure
 from model.grammar import Grammars
-from model.graphs import captured
+from model.graphs import buckets, captured
 from model.kernels.loaded import Kernels, load_kernels
 from model.params import SamplingParams
 from model.pooling import read_embedding
@@ -144,7 +144,7 @@ def load_runner(options: RunnerOptions, progress: Progress = lambda stage, detai
         distance = measure(model, layout, storage.fit, [encode(text)[:longest] for text in PROMPTS], device)
         _admit(distance, layout.format.name, options.force_kv_cache_dtype, progress)
     columns = layout.blocks_for(max_model_len)
-    model = captured(model, storage, min(options.max_num_seqs, max_tokens), columns, progress)
+    model = captured(model, storage, buckets(min(options.max_num_seqs, max_tokens)), columns, progress)
     runner = Runner(model, storage, max_tokens, kernels)
     progress("warm-up", "one step of each kind")
     warm_up(runner, min(max_tokens, max_model_len, plan.num_tokens, layout.block_size))

@@ -111,7 +111,7 @@ def test_every_step_is_as_without_graphs(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("model.gpu.plan.LEAST", 16)  # so that some contexts are split
     rng, recorder = random.Random(5), FakeRecorder()
     plain, pools = FakeModel(), (storage(), storage())
-    graphs = Captured(plain, ATTENTION, pools[0], 11, COLUMNS, recorder)
+    graphs = Captured(plain, ATTENTION, pools[0], buckets(11), COLUMNS, recorder)
     assert not recorder.runs
     for count in (3, 1, 11, 9, 10, 3, 4, 2, 8, 5, 1):
         rows = [row(rng, number) for number in rng.sample(range(11), count)]
@@ -127,7 +127,7 @@ def test_every_step_is_as_without_graphs(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_result_outlives_the_next_step() -> None:
     rng, plain, pool = random.Random(1), FakeModel(), storage()
-    graphs = Captured(plain, ATTENTION, pool, 2, COLUMNS, FakeRecorder())
+    graphs = Captured(plain, ATTENTION, pool, buckets(2), COLUMNS, FakeRecorder())
     first, second = (InputBuilder(2, SIZE, CPU).build(Batch([row(rng, number)])) for number in (1, 2))
     out = graphs.forward(first, pool)
     kept = out.clone()
@@ -138,7 +138,7 @@ def test_a_result_outlives_the_next_step() -> None:
 def test_other_steps_are_computed_as_ever() -> None:
     """Chunks, drafts, more rows than the largest graph has, and another pool."""
     rng, recorder, plain, pool = random.Random(2), FakeRecorder(), FakeModel(), storage()
-    graphs = Captured(plain, ATTENTION, pool, 3, COLUMNS, recorder)
+    graphs = Captured(plain, ATTENTION, pool, buckets(3), COLUMNS, recorder)
     draft = row(rng, 0)
     draft.draft = [3]
     draft.blocks.append(COLUMNS)
@@ -155,7 +155,7 @@ def test_other_steps_are_computed_as_ever() -> None:
 def test_a_runner_has_no_need_to_know() -> None:
     rng, plain = random.Random(3), FakeModel()
     pools = storage(), storage()
-    graphs = Captured(plain, ATTENTION, pools[0], 4, COLUMNS, FakeRecorder())
+    graphs = Captured(plain, ATTENTION, pools[0], buckets(4), COLUMNS, FakeRecorder())
     runners = Runner(graphs, pools[0], 64), Runner(plain, pools[1], 64)
     for count in (3, 4, 1):
         rows = [row(rng, number) for number in range(count)]
@@ -172,7 +172,7 @@ def test_buckets() -> None:
 
 def test_a_cpu_has_no_graphs() -> None:
     plain = FakeModel()
-    assert captured(plain, storage(), 4, COLUMNS, lambda *_: pytest.fail("nothing to say")) is plain
+    assert captured(plain, storage(), [4], COLUMNS, lambda *_: pytest.fail("nothing to say")) is plain
 
 
 def test_a_capture_that_fails_is_said_and_done_without() -> None:
@@ -181,7 +181,7 @@ def test_a_capture_that_fails_is_said_and_done_without() -> None:
             raise RuntimeError("operation not permitted when stream is capturing\nand more")
 
     plain, lines = FakeModel(), []
-    made = attempt(plain, ATTENTION, storage(), 4, COLUMNS, Failing(), lambda *line: lines.append(line))
+    made = attempt(plain, ATTENTION, storage(), [4], COLUMNS, Failing(), lambda *line: lines.append(line))
     assert made is plain
     ((stage, detail),) = lines
     assert stage == "warning"

@@ -45,7 +45,7 @@ def test_as_without_graphs(family: str, kv: str, tmp_path: Path, monkeypatch: py
             poison(pool)
             randomise(pool.fit)
             pools.append(pool)
-        graphs = Captured(decoder, attention, pools[0], 4, 4, recorder)
+        graphs = Captured(decoder, attention, pools[0], [1, 2, 4], 4, recorder)
         for rows in STEPS:
             out, expected = (m.forward(inputs(rows), pool) for m, pool in zip((graphs, decoder), pools, strict=True))
             assert torch.equal(out, expected)
