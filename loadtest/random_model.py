@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -52,6 +54,27 @@ CONFIGS = {
     "llama-3.1-8b": _config("LlamaForCausalLM", _LLAMA, 5e5, tied=False, heads_normed=False),
 }
 """tiny: to try the script itself."""
+
+
+def random_transformer(name: str, dtype: torch.dtype, device: torch.device) -> Any:
+    """The same by transformers' own code, for its continuous batching."""
+    import transformers
+
+    config = CONFIGS[name]
+    family = config.architecture.removesuffix("ForCausalLM")
+    described = getattr(transformers, f"{family}Config")(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        max_position_embeddings=config.max_position_embeddings,
+        tie_word_embeddings=config.tie_word_embeddings,
+    )
+    with device:
+        return transformers.AutoModelForCausalLM.from_config(described, dtype=dtype).eval()
 
 
 class RandomWeights:
