@@ -84,9 +84,11 @@ class Budget:
             return Budget(limits.max_num_batched_tokens, limits.min_chunk)
         return Budget(limits.max_num_batched_tokens, limits.min_chunk, limits.target_step_time, cost)
 
-    def purse(self, rows: int, context: int, prompts: int = 1) -> Purse:
+    def purse(
+        self, rows: int, context: int, prompts: int = 1, resting_rows: int = 0, resting_context: int = 0
+    ) -> Purse:
         """What is left for `prompts` that wait for a first token, beside `rows` decoding rows that read `context`
-        tokens."""
+        tokens. Where others sit the step out, it may take as long as it would with them."""
         tokens = self.tokens - rows
         cost = self.cost
         if cost is None:
@@ -97,5 +99,7 @@ class Budget:
             allowed *= min(max(1.0, PATIENCE * (prompts - 1) / rows), MAX_PATIENCE)
         else:
             allowed = max(self.target, ALONE_SLOWDOWN * alone)
+        if resting_rows:
+            allowed = max(allowed, cost.decode_seconds(rows + resting_rows, context + resting_context))
         prices = cost.token_seconds, cost.pair_seconds, cost.reach_seconds
         return Purse(tokens, self.min_chunk, allowed - alone, *prices)

@@ -21,6 +21,7 @@ from scheduler.cost import Work
 from scheduler.estimate import OutputLengths, Peak
 from scheduler.fairness import Tenants
 from scheduler.limits import Limits
+from scheduler.resting import who_rests
 from scheduler.sequence import Sequence, seats_taken
 from scheduler.shares import Shares
 from scheduler.waiting import WaitingQueue
@@ -99,7 +100,9 @@ def plan(state: SchedulerState, budget: Budget, now: float) -> Plan:
 
     Admits nobody while the pool is short, and takes the blocks of nobody while there is another way.
     """
-    resting = _resting(state, budget)
+    resting = frozenset[str]()
+    if not state.rested and state.tenants.contended:
+        resting = who_rests(state.tenants, state.running, state.waiting.heads(MAX_TRIED), budget.cost)
     if resting:
         step = _plan(state, budget, now, resting)
         if step.victim is not None or any(
@@ -118,7 +121,7 @@ def _plan(state: SchedulerState, budget: Budget, now: float, resting: frozenset[
     pool = state.pool
     size = pool.block_size
     free = pool.num_free
-    context = 0
+    context = resting_rows = resting_context = 0
     most = _most_decodes(state, budget)
     for sequence in state.running:
         start = sequence.num_computed
@@ -128,6 +131,8 @@ def _plan(state: SchedulerState, budget: Budget, now: float, resting: frozenset[
                 prompts.append(_Prompt(sequence, start, pending))
             continue
         if resting and sequence.request.tenant in resting:
+            resting_rows += 1
+            resting_context += start
             continue
         if len(counts) == most:
             step.crowded = True
@@ -144,7 +149,8 @@ def _plan(state: SchedulerState, budget: Budget, now: float, resting: frozenset[
     step.work = Work(len(counts), context)
     opens = bool(state.waiting) and not (state.closed and state.running)
     seats = state.limits.max_num_seqs - seats_taken(state.running) if opens else 0
-    purse = budget.purse(len(counts), context, len(prompts) + min(len(state.waiting), seats))
+    wanting = len(prompts) + min(len(state.waiting), seats)
+    purse = budget.purse(len(counts), context, wanting, resting_rows, resting_context)
     if purse.tokens > 0:
         if state.waiting and state.tenants.contended:
             step.claimed, victim = _shares(state).claim(state.closed)
@@ -168,39 +174,6 @@ def _most_decodes(state: SchedulerState, budget: Budget) -> int:
         return len(state.running)
     chunking = any(len(s.tokens) - s.num_computed > 1 for s in state.running)
     return max(1, budget.tokens - budget.min_chunk) if chunking else budget.tokens
-
-
-def _resting(state: SchedulerState, budget: Budget) -> frozenset[str]:
-    """Tenants whose streams sit this step out, so that the prompt of one that had less is computed sooner.
-
-    Those with more than their share of the streams, where the step takes less than half as long without them, and
-    never two steps in a row: they wait no longer than beside a prompt of their own.
-    """
-    tenants, cost = state.tenants, budget.cost
-    if cost is None or state.rested or not tenants.contended:
-        return frozenset()
-    prompting = {sequence.request.tenant for sequence in state.waiting.heads(MAX_TRIED)}
-    rows: dict[str, int] = {}
-    read: dict[str, int] = {}
-    for sequence in state.running:
-        tenant = sequence.request.tenant
-        if len(sequence.tokens) - sequence.num_computed > 1:
-            prompting.add(tenant)
-        else:
-            rows[tenant] = rows.get(tenant, 0) + 1
-            read[tenant] = read.get(tenant, 0) + sequence.num_computed
-    if not prompting or not rows:
-        return frozenset()
-    least = min(map(tenants.service, prompting))
-    favoured = {tenant for tenant in prompting if tenants.service(tenant) == least}
-    count, context = sum(rows.values()), sum(read.values())
-    resting = frozenset(
-        tenant
-        for tenant, own in rows.items()
-        if own > tenants.share(tenant) * count and tenants.service(tenant) >= least and favoured != {tenant}
-    )
-    left = cost.decode_seconds(count - sum(rows[t] for t in resting), context - sum(read[t] for t in resting))
-    return resting if cost.decode_seconds(count, context) > 2 * left else frozenset()
 
 
 def _victim(state: SchedulerState) -> Sequence:

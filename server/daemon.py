@@ -226,7 +226,6 @@ class Daemon:
             raise StartError(str(error)) from None
         self.service.loaded = make_loaded(self._settings, tokenizer, ready)
         # What is loaded stays; a collector that walks it again and again would only cost pauses.
-        gc.collect()
         gc.freeze()
         host, port = self._sock.getsockname()[:2]
         name = f"[{host}]" if ":" in host else host
