@@ -214,7 +214,8 @@ def warm_up(runner: Runner, count: int) -> None:
 
 
 def profile(model: Model, layout: KVLayout, rows: int, count: int, device: torch.device) -> int:
-    """Bytes of a GPU's memory in use, by anybody, at the peak of a step with `rows` sequences and `count` tokens.
+    """Bytes of a GPU's memory in use, by anybody, at the peak of a step with `rows` sequences and `count` tokens, with the
+    largest graph of a decode step beside it.
 
     All blocks of the dummy step are one block: what is computed means nothing, what it takes does.
     """
@@ -224,9 +225,11 @@ def profile(model: Model, layout: KVLayout, rows: int, count: int, device: torch
     batch = Batch([Row([0] * n, n, 0, n, [1] * layout.blocks_for(n), params) for n in counts])
     torch.cuda.reset_peak_memory_stats(device)
     Runner(model, storage, sum(counts)).execute(batch).result()
+    graph = captured(model, storage, buckets(rows)[-1:], layout.blocks_for(count), lambda stage, detail: None)
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_reserved(device) - torch.cuda.memory_reserved(device)
     free, total = torch.cuda.mem_get_info(device)
+    del graph  # smaller ones share its memory
     return total - free + peak
 
 
