@@ -214,8 +214,8 @@ def warm_up(runner: Runner, count: int) -> None:
 
 
 def profile(model: Model, layout: KVLayout, rows: int, count: int, device: torch.device) -> int:
-    """Bytes of a GPU's memory in use, by anybody, at the peak of a step with `rows` sequences and `count` tokens, with the
-    largest graph of a decode step beside it.
+    """Bytes of a GPU's memory in use, by anybody, at the peak of a step with `rows` sequences and `count` tokens, and
+    beside the largest graph of a decode step.
 
     All blocks of the dummy step are one block: what is computed means nothing, what it takes does.
     """
