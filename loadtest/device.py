@@ -79,9 +79,9 @@ class Cell:
 
     def line(self) -> str:
         return (
-            f"{self.case.line()} {self.prefill:9.0f} {self.step * 1e3:8.3f} {self.launch * 1e3:7.3f} "
+            f"{self.case.line()} {self.prefill:9.1f} {self.step * 1e3:8.3f} {self.launch * 1e3:7.3f} "
             f"{100 * self.idle:6.1f} {self.floor * 1e3:8.3f} {100 * self.floor / self.step:7.1f} "
-            f"{self.case.batch / self.step:8.0f} {self.overall:8.0f}{f'  {self.failed} failed' if self.failed else ''}"
+            f"{self.case.batch / self.step:8.1f} {self.overall:8.1f}{f'  {self.failed} failed' if self.failed else ''}"
         )
 
 
@@ -159,7 +159,7 @@ def ours(model: Decoder, case: Case, answer: int, rate: float, device: torch.dev
     watch = Watch(runner, device)
     limits = Limits(max_num_seqs=case.batch, max_num_batched_tokens=STEP_TOKENS, max_model_len=case.context + 1)
     engine = Engine(KVPool(blocks, BLOCK), watch, limits, time.monotonic)
-    params = SamplingParams(max_tokens=answer, seed=0, temperature=0.0, ignore_eos=True)
+    params = SamplingParams(max_tokens=answer, seed=0, temperature=0.0)
     length = case.context - answer
     inbox = [
         Submit(id=number, prompt_ids=ids, params=params)
@@ -251,7 +251,7 @@ def _lines(args: argparse.Namespace, device: torch.device) -> Iterator[str]:
         for size in sizes if args.transformers and time.monotonic() < end else ():
             case = Case(name, "transformers", *size)
             try:
-                yield f"{case.line()}{theirs(case, args.answer, dtype, device):68.0f}"
+                yield f"{case.line()}{theirs(case, args.answer, dtype, device):68.1f}"
             except Exception as error:  # none of ours
                 yield f"{case.line()}  {type(error).__name__}: {error}".splitlines()[0]
             _give_back(device)

@@ -158,6 +158,7 @@ def main() -> None:
     parser.add_argument("--arch", type=int, nargs="+", default=list(SHARED), choices=list(SHARED))
     parser.add_argument("--shape", nargs="+", default=[shape.name for shape in SHAPES])
     parser.add_argument("--kv", nargs="+", default=["bfloat16", "int8", "k8v4", "tq4"], choices=list(FORMATS))
+    parser.add_argument("--decode", action="store_true", help="only what a decode step waits for")
     options = parser.parse_args()
     if INTERPRETED:
         sys.exit("TRITON_INTERPRET is set: nothing can be compiled")
@@ -166,6 +167,7 @@ def main() -> None:
         if shape.name in options.shape:
             cases = [(kv, *case) for kv in options.kv for case in kernels(shape, kv)]
             cases += [("", *case) for case in others(shape)]
+            cases = [case for case in cases if case[2] or not options.decode]
             jobs += [(shape.name, *case, arch) for case in cases for arch in options.arch]
     failed = 0
     with ThreadPoolExecutor(2) as pool:
