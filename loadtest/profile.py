@@ -80,7 +80,7 @@ def watch(engine: Any) -> Stopwatch:
     stopwatch = Stopwatch()
     runner = engine._executor
     model = runner.model
-    fused = getattr(model, "fused", None) is not None
+    fused = hasattr(getattr(model, "fused", None), "spent")
     if fused:
         stopwatch.parts = model.fused.spent
     for owner, name, phase in (

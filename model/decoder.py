@@ -57,6 +57,14 @@ class Model(Protocol):
         ...
 
 
+class LayersAtOnce(Protocol):
+    """Our own kernels for what lies between the embedding and the last norm."""
+
+    def __call__(self, x: Tensor, cos_sin: list[tuple[Tensor, Tensor]], inputs: StepInputs, storage: KVStorage) -> None:
+        """x [tokens, hidden] becomes the residual stream after the last layer."""
+        ...
+
+
 class Decoder:
     """The model in `config`, computed over the pool. Holds every weight; nothing grows after construction."""
 
@@ -97,7 +105,7 @@ class Decoder:
         self.rope_switch = next((rope.switch for rope in self.ropes if rope.switch is not None), None)
         self.weight_bytes = ends_bytes + self.norm.nbytes + sum(layer.nbytes for layer in self.layers)
         # The ranks meet between the kernels of a layer, which are called one by one then.
-        self.fused = FusedLayers.of(config, self.layers, precision) if group is None else None
+        self.fused: LayersAtOnce | None = _fused(config, self.layers, precision, attention) if group is None else None
         self.reads_unwritten = self.fused is None and attention.reads_unwritten
 
     def forward(self, inputs: StepInputs, storage: KVStorage) -> Tensor:
@@ -194,3 +202,14 @@ class Decoder:
             softcap=config.attention_softcap,
         )
         return layer.output(attended.reshape(tokens, heads * dim))
+
+
+def _fused(config: ModelConfig, layers: list[Layer], precision: Precision, attention: Attention) -> LayersAtOnce | None:
+    if attention.name != "triton":
+        return FusedLayers.of(config, layers, precision)
+    # Imported here: only a GPU has triton.
+    from model.attention.triton import TritonAttention
+    from model.gpu.layers import TritonLayers
+
+    assert isinstance(attention, TritonAttention)
+    return TritonLayers(config, layers, attention)

@@ -31,14 +31,15 @@ class StepInputs:
     """One step. Tensors are int64 on the model's device; arrays are int64 on the host."""
 
     __slots__ = (
-        "_plans",
         "block_size",
         "blocks",
         "contexts",
         "counts",
         "device",
+        "fields",
         "lengths",
         "offsets",
+        "plans",
         "positions",
         "row_starts",
         "sampled",
@@ -49,6 +50,8 @@ class StepInputs:
     )
 
     def __init__(self, packed: Tensor, sampled: Tensor, block_size: int) -> None:
+        self.fields = packed
+        """[5, T]: what follows, a row each."""
         self.token_ids: Tensor = packed[_TOKENS]
         """[T]"""
         self.positions: Tensor = packed[_POSITIONS]
@@ -75,7 +78,8 @@ class StepInputs:
         """[R, most blocks of any row], padded with the null block 0."""
         self.unread: list[tuple[int, int]]
         """Places among the T tokens that are still to be filled, and the rows of the step before that draw them."""
-        self._plans: dict[Hashable, Any] = {}
+        self.plans: dict[Hashable, Any] = {}
+        """What `plan` has made so far."""
 
     @property
     def opened(self) -> Tensor:
@@ -94,9 +98,9 @@ class StepInputs:
 
     def plan(self, key: Hashable, build: Callable[[], Plan]) -> Plan:
         """What a backend derives from a step, made once for all layers that share `key`."""
-        if key not in self._plans:
-            self._plans[key] = build()
-        plan: Plan = self._plans[key]
+        if key not in self.plans:
+            self.plans[key] = build()
+        plan: Plan = self.plans[key]
         return plan
 
 

@@ -26,7 +26,8 @@ from model.executor import Runner
 from model.follower import FollowingRunner, RankedGrammars
 from model.gate import PROMPTS, Distance, measure
 from model.grammar import Grammars
-from model.kernels.loaded import load_kernels
+from model.graphs import buckets, captured
+from model.kernels.loaded import Kernels, load_kernels
 from model.parallel import Group, Ranks
 from model.params import SamplingParams
 from model.pooling import read_embedding
@@ -116,7 +117,7 @@ def load_runner(
         config = Shard(whole, ranks.rank, ranks.size).config
     embedding = read_embedding(source, config.hidden_size)
     kernels = load_kernels(lambda detail: progress("kernels", detail)) if device.type == "cpu" else None
-    attention = CpuAttention(kernels) if kernels is not None else ReferenceAttention()
+    attention = choose_attention(device, kernels, progress)
     precision = choose_precision(
         options.dtype,
         options.kv_cache_dtype,
@@ -177,6 +178,9 @@ def load_runner(
         if ranks is not None:  # rank 0 has the logits
             distance = Distance(*ranks.leading([distance.divergence, distance.agreement]))
         _admit(distance, layout.format.name, options.force_kv_cache_dtype, progress)
+    if ranks is None:  # split layers meet between their kernels, outside any graph
+        columns = layout.blocks_for(max_model_len)
+        model = captured(model, storage, buckets(min(options.max_num_seqs, max_tokens)), columns, progress)
     runner = _kind(ranks)(model, storage, max_tokens, kernels)
     progress("warm-up", "one step of each kind")
     warm_up(runner, min(max_tokens, max_model_len, plan.num_tokens, layout.block_size))
@@ -202,6 +206,20 @@ def load_runner(
         rope_switch=model.rope_switch,
         embedding=embedding,
     )
+
+
+def choose_attention(device: torch.device, kernels: Kernels | None, progress: Progress) -> Attention:
+    """The compiled kernels on a CPU, Triton's on a GPU; plain torch, with a warning on a GPU, where there are none."""
+    if kernels is not None:
+        return CpuAttention(kernels)
+    if device.type == "cuda":
+        try:
+            from model.attention.triton import TritonAttention  # here: only a GPU has triton
+        except ImportError as error:
+            progress("warning", f"plain torch instead of our kernels for GPUs, which is several times slower: {error}")
+        else:
+            return TritonAttention(device)
+    return ReferenceAttention()
 
 
 def load_model(
@@ -238,7 +256,8 @@ def warm_up(runner: Runner, count: int) -> None:
 def profile(
     model: Model, layout: KVLayout, rows: int, count: int, device: torch.device, kind: type[Runner] = Runner
 ) -> int:
-    """Bytes of a GPU's memory in use, by anybody, at the peak of a step with `rows` sequences and `count` tokens.
+    """Bytes of a GPU's memory in use, by anybody, at the peak of a step with `rows` sequences and `count` tokens, and
+    beside the largest graph of a decode step.
 
     All blocks of the dummy step are one block: what is computed means nothing, what it takes does.
     """
@@ -248,9 +267,13 @@ def profile(
     batch = Batch([Row([0] * n, n, 0, n, [1] * layout.blocks_for(n), params) for n in counts])
     torch.cuda.reset_peak_memory_stats(device)
     kind(model, storage, sum(counts)).execute(batch).result()
+    graph = None
+    if kind is Runner:
+        graph = captured(model, storage, buckets(rows)[-1:], layout.blocks_for(count), lambda stage, detail: None)
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_reserved(device) - torch.cuda.memory_reserved(device)
     free, total = torch.cuda.mem_get_info(device)
+    del graph  # smaller ones share its memory
     return total - free + peak
 
 

@@ -18,8 +18,10 @@ import torch
 from numpy.typing import NDArray
 
 from model.batch import BAD_LOGITS, NO_TOKEN, Row
+from model.drawn import Drawn
 from model.edits import constrain, edit, is_edited
 from model.grammar import Mask
+from model.inputs import to_device
 from model.kernels.loaded import Kernels
 from model.logprobs import token_logprobs, with_tokens
 from model.params import Logprob, SamplingParams
@@ -34,11 +36,26 @@ _BLOCK = 128
 class Sampler:
     """Draws one token per row. Keeps nothing between calls."""
 
-    def __init__(self, kernels: Kernels | None = None) -> None:
+    def __init__(self, kernels: Kernels | None = None, asynchronous: bool = False) -> None:
+        """asynchronous: a device computes while the host goes on, so `ahead` is worth its while."""
         self._kernels = kernels
+        self._asynchronous = asynchronous
+
+    def ahead(self, logits: torch.Tensor, rows: Sequence[Row]) -> Drawn | None:
+        """Enqueue the draws that need nothing of their rows' tokens but how many there are; None where there is none.
+        For `sample`, with the same logits and rows."""
+        plain = [i for i, row in enumerate(rows) if row.matcher is None and not is_edited(row)]
+        if not (self._asynchronous and plain):
+            return None
+        own = logits if len(plain) == len(rows) else _select(logits, plain)
+        return Drawn(_draw_there(own, [rows[i] for i in plain]), plain)
 
     def sample(
-        self, logits: torch.Tensor, rows: Sequence[Row], masks: Mapping[int, Mask] = MappingProxyType({})
+        self,
+        logits: torch.Tensor,
+        rows: Sequence[Row],
+        masks: Mapping[int, Mask] = MappingProxyType({}),
+        ahead: Drawn | None = None,
     ) -> tuple[list[int], list[Logprob | None]]:
         """Token and, where `params.logprobs` asks for it, logprob of every row. logits: float32 [len(rows), vocab],
         may be written to. masks: of the rows that a grammar constrains, by number.
@@ -46,6 +63,13 @@ class Sampler:
         BAD_LOGITS for a row whose logits hold NaN or +inf, or nothing but -inf. NO_TOKEN where the request's own masks
         leave no token: its sequence must end.
         """
+        if ahead is not None:
+            left = [i for i in range(len(rows)) if i not in ahead.places]
+            own = {place: masks[i] for place, i in enumerate(left) if i in masks}
+            others, _ = self.sample(_select(logits, left), [rows[i] for i in left], own) if left else ([], [])
+            found = {**ahead.wait(), **dict(zip(left, others, strict=True))}
+            drawn = [found[i] for i in range(len(rows))]
+            return drawn, self._logprobs(logits, rows, drawn)
         edited = [i for i, row in enumerate(rows) if is_edited(row) or (i in masks and row.params.logprobs is not None)]
         raw = np.ones(len(rows), np.bool_)
         if direct := {i: masks[i] for i in masks.keys() - set(edited)}:
@@ -114,6 +138,24 @@ def _draw(scores: torch.Tensor, rows: Sequence[Row], checked: frozenset[int]) ->
     return tokens
 
 
+def _draw_there(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
+    """What `_draw` draws, int64 [rows] on the device, without waiting for it; BAD_LOGITS where there is no token."""
+    peaks, likeliest = logits.max(1)
+    tokens = torch.where(peaks.isfinite(), likeliest, BAD_LOGITS)
+    drawn = [i for i, row in enumerate(rows) if not _is_greedy(row.params)]
+    if not drawn:
+        return tokens
+    own, device = [rows[i] for i in drawn], logits.device
+    wishes = to_device(np.array([[row.params.temperature for row in own], _numbers(own)]), device).unsqueeze(2)
+    which = to_device(np.array(drawn), device)
+    scores = logits.index_select(0, which).sub_(peaks.index_select(0, which).unsqueeze(1)).div_(wishes[0].float())
+    # Of a row that is not finite any, as long as it is not NaN: it keeps its BAD_LOGITS.
+    probs = torch.softmax(scores.nan_to_num_(0.0, neginf=-torch.inf), 1)
+    truncate(probs, [row.params for row in own])
+    bad = tokens.index_select(0, which)
+    return tokens.index_copy_(0, which, torch.where(bad < 0, bad, _pick(probs, wishes[1])))
+
+
 def _numbers(rows: Sequence[Row]) -> NDArray[np.float64]:
     return uniforms([row.params.seed for row in rows], [row.index for row in rows], [row.length for row in rows])
 
@@ -125,19 +167,24 @@ def inverse_cdf(probs: torch.Tensor, numbers: NDArray[np.float64]) -> NDArray[np
     probability zero. Sums run first over blocks of ids, then within one block, in an order that depends on the row's
     length only.
     """
+    target = torch.from_numpy(numbers).unsqueeze(1).to(probs.device)
+    chosen: NDArray[np.int64] = _pick(probs, target).cpu().numpy()
+    return chosen
+
+
+def _pick(probs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """`inverse_cdf` for numbers float64 [rows, 1] on the device, which the ids do not leave."""
     rows, vocab = probs.shape
     count = vocab // _BLOCK
     whole = count * _BLOCK
     sums = probs[:, :whole].view(rows, count, _BLOCK).sum(2)
     if whole < vocab:
         sums = torch.cat([sums, probs[:, whole:].sum(1, keepdim=True)], 1)
-    target = torch.from_numpy(numbers).unsqueeze(1).to(probs.device)
     block, target = _step(sums, target, scale=True)
     ids = block * _BLOCK + torch.arange(_BLOCK, device=probs.device)
     inside = probs.gather(1, ids.clamp_max(vocab - 1)).masked_fill_(ids >= vocab, 0)
     place, _ = _step(inside, target, scale=False)
-    chosen: NDArray[np.int64] = (block * _BLOCK + place).squeeze(1).cpu().numpy()
-    return chosen
+    return (block * _BLOCK + place).squeeze(1)
 
 
 def _step(weights: torch.Tensor, target: torch.Tensor, scale: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -156,7 +203,7 @@ def _step(weights: torch.Tensor, target: torch.Tensor, scale: bool) -> tuple[tor
 
 def _select(scores: torch.Tensor, rows: list[int]) -> torch.Tensor:
     """A copy of some rows. On a CPU five times faster than indexing with a list."""
-    return scores.index_select(0, torch.tensor(rows, device=scores.device))
+    return scores.index_select(0, to_device(np.array(rows), scores.device))
 
 
 def _is_greedy(params: SamplingParams) -> bool:

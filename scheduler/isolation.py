@@ -24,8 +24,10 @@ log = logging.getLogger(__name__)
 
 RAISED, MEMORY, LOGITS, GRAMMAR = "raised", "memory", "logits", "grammar"
 """Why a row fails: its step raised, or ran out of memory; its logits are not finite; its grammar's matcher failed."""
-NO_MEMORY = ("not enough memory", "out of memory", "bad_alloc", "cannot allocate memory")
-"""What torch says in a RuntimeError."""
+NO_MEMORY = ("not enough memory", "out of memory", "bad_alloc", "cannot allocate memory", "status_alloc_failed")
+"""What torch says in a RuntimeError, on a GPU in one of its own; the last of them is cuBLAS's."""
+NO_DEVICE = ("illegal memory access", "device-side assert", "unspecified launch failure", "misaligned address")
+"""What a GPU says once and then to everything, until the process has ended."""
 
 
 @dataclass(slots=True)
@@ -66,12 +68,13 @@ def launch(executor: Executor, batch: Batch) -> Pending:
     try:
         return executor.execute(Batch(batch.rows, after=batch.after))
     except Exception as error:
+        traceback.clear_frames(error.__traceback__)  # the next step may be launched before this one is collected
         return Broken(error)
 
 
 def collect(executor: Executor, batch: Batch, pending: Pending, land: Callable[[], None] = lambda: None) -> Outcome:
-    """Wait for a step. Where it raised, its rows are computed again in smaller parts; never raises for a row's sake.
-    `land` ends what was launched behind it, before that."""
+    """Wait for a step. Where it raised, its rows are computed again in smaller parts; never raises for a row's sake,
+    only where the device is lost to the process. `land` ends what was launched behind it, before that."""
     try:
         return Outcome(pending.result())
     except Exception as error:
@@ -122,7 +125,9 @@ def _again(executor: Executor, rows: list[Row]) -> Outcome:
 
 
 def _note(error: Exception, rows: int) -> None:
-    """Log it, and let go of what it holds."""
+    """Log it, and let go of what it holds. Raises where nothing will go well any more."""
     log.error("a step of %d rows raised", rows, exc_info=error)
+    if isinstance(error, RuntimeError) and any(words in str(error).lower() for words in NO_DEVICE):
+        raise RuntimeError("the device is lost to this process") from error
     traceback.clear_frames(error.__traceback__)
     error.__traceback__ = None

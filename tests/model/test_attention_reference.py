@@ -140,7 +140,7 @@ def check_given_back(attention: Attention, window: int, size: int, kv: str) -> N
         gone = made.inputs.tables[number, : unseen(start, size, window)]
         poison(made.storage, torch.from_numpy(gone.copy()))
         gone[:] = 0
-    made.inputs._plans.clear()
+    made.inputs.plans.clear()
     assert (made.inputs.tables == 0).sum() > 10
     assert torch.equal(attend(), before)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from model.config import ModelConfig, RopeConfig
 from model.errors import ModelError
 from model.kernels.build import available
 from model.precision import choose_precision
-from model.runner import LoadedModel, RunnerOptions, _layout, _longest, load_runner
+from model.runner import LoadedModel, RunnerOptions, _layout, _longest, choose_attention, load_runner
 from tests.loadtest import tiny
 from tests.model.conftest import TINY
 from tests.model.parity import GREEDY, Driver, build, expected, prompts
@@ -161,3 +162,12 @@ def test_grad_is_off(folder: Path) -> None:
     runner.execute(Batch([Row(prompt, 10, 0, 10, [1], GREEDY)])).result()
     assert not runner.storage.data.requires_grad
     assert torch.is_grad_enabled()
+
+
+def test_a_gpu_without_triton_is_served_in_plain_torch_and_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "model.attention.triton", None)
+    lines: list[tuple[str, str]] = []
+    attention = choose_attention(torch.device("cuda"), None, lambda stage, detail: lines.append((stage, detail)))
+    assert attention.name == "reference"
+    assert [stage for stage, _ in lines] == ["warning"]
+    assert "plain torch instead" in lines[0][1]

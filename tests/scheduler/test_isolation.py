@@ -109,6 +109,7 @@ def test_a_single_row_is_tried_again_too(world: type[World]) -> None:
         (RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 9 bytes"), "memory"),
         (RuntimeError("CUDA out of memory. Tried to allocate"), "memory"),
         (RuntimeError("std::bad_alloc"), "memory"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), "memory"),
         (ValueError("out of memory, it says"), "raised"),
     ],
 )
@@ -153,3 +154,17 @@ def test_what_ran_out_of_memory_has_it_back_when_it_is_tried_again() -> None:
     assert len(held) == 1 + 2 + 4
     assert sorted(outcome.failures) == [0, 1, 2, 3]
     assert all(isinstance(error, MemoryError) for error in outcome.failures.values())
+
+
+def test_a_lost_device_is_nobody_s_fault(world: type[World]) -> None:
+    """No request fails: whoever runs the engine starts it anew, and they go on."""
+    it = world()
+
+    def guilty(row: Row) -> bool:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    it.runner.raises = guilty
+    it.add(range(9))
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        it.step()
+    assert not any(stream.error for stream in it.streams.values())

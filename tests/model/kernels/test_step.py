@@ -10,6 +10,7 @@ import torch
 
 from kvpool.formats import FORMATS, KVLayout
 from kvpool.storage import KVStorage
+from model.attention.base import Attention
 from model.attention.reference import ReferenceAttention, clean
 from model.batch import Batch, Row
 from model.config import ModelConfig
@@ -44,11 +45,15 @@ def inputs(rows: list[tuple[int, int]]) -> StepInputs:
 
 
 def hidden(
-    config: ModelConfig, weights: WeightStore, precision: Precision, steps: Steps = STEPS
+    config: ModelConfig,
+    weights: WeightStore,
+    precision: Precision,
+    steps: Steps = STEPS,
+    attention: Attention | None = None,
 ) -> tuple[Decoder, torch.Tensor]:
     """Hidden states of all steps, one after the other, over a pool that starts as NaN."""
     with torch.inference_mode():
-        model = Decoder(config, weights, ReferenceAttention(), precision, CPU, 64)
+        model = Decoder(config, weights, attention or ReferenceAttention(), precision, CPU, 64)
         storage = KVStorage(KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, precision.kv), 13)
         poison(storage)
         randomise(storage.fit)
