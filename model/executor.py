@@ -50,9 +50,9 @@ class Runner:
             rows = batch.rows  # All that the Step may hold of the batch, whose `after` holds the step before.
             inputs = self._builder.build(batch)
             if inputs.unread:
-                assert isinstance(batch.after, Step)
+                assert batch.after is not None
                 places, sources = zip(*inputs.unread, strict=True)
-                inputs.token_ids[list(places)] = batch.after.drawn(sources).to(inputs.device)
+                inputs.token_ids[list(places)] = drawn(batch.after, sources).to(inputs.device)
             if self.model.reads_unwritten:
                 clean(self.storage, inputs.opened)
             hidden = self.model.forward(inputs, self.storage)
@@ -133,10 +133,11 @@ class Step:
             self.finish = None
         return self.done
 
-    def drawn(self, rows: Sequence[int]) -> Tensor:
-        """The tokens that these rows drew, for a step that begins with them; 0 for a row that drew none."""
-        tokens = self.result().tokens
-        return torch.tensor([(tokens[row] or [0])[0] for row in rows]).clamp_(min=0)
+
+def drawn(step: Pending, rows: Sequence[int]) -> Tensor:
+    """The tokens that these rows of a step drew, for one that begins with them; 0 for a row that drew none."""
+    tokens = step.result().tokens
+    return torch.tensor([(tokens[row] or [0])[0] for row in rows]).clamp_(min=0)
 
 
 __all__ = ["Runner", "Step"]
