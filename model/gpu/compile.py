@@ -140,8 +140,7 @@ def source(launch: Launch) -> Any:
 
 def compiled(launch: Launch, arch: int) -> Usage:
     """Compile for compute capability `arch`, 90 for 9.0. Raises what triton raises where it cannot."""
-    options = {"num_warps": launch.warps, "num_stages": launch.stages}
-    kernel = triton.compile(source(launch), target=GPUTarget("cuda", arch, 32), options=options)
+    kernel = triton.compile(source(launch), target=GPUTarget("cuda", arch, 32), options=launch.options)
     with tempfile.TemporaryDirectory() as folder:
         text = Path(folder) / "kernel.ptx"
         text.write_text(kernel.asm["ptx"])
