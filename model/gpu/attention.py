@@ -26,6 +26,7 @@ def attend(
     query,
     keys,
     values,
+    sinks,
     out,
     parts,
     weights,
@@ -56,7 +57,7 @@ def attend(
 ):
     """One item for one key head.
 
-    query [tokens, KV_HEADS · GROUP, DIM], rotated where keys are; out likewise, contiguous. A part of a context goes to
+    query [tokens, KV_HEADS · GROUP, DIM], rotated where keys are; sinks [KV_HEADS, DIM] of coded keys; out likewise, contiguous. A part of a context goes to
     parts float32 [parts, KV_HEADS, ROWS, DIM], divided by its own sum, and the log₂ of that to weights [parts,
     KV_HEADS, ROWS]. row_starts, starts, tables: as in StepInputs, int32; width [1] that of tables.
     """
@@ -82,6 +83,10 @@ def attend(
     here = head * GROUP + m % GROUP
     at = query + (token + m // GROUP) * stride + here * DIM + d
     q0, q1 = tl.load(at, mask=mask, other=0.0).to(DOT), tl.load(at + H, mask=mask, other=0.0).to(DOT)
+    if KEY_BITS <= 8:
+        s0 = tl.load(sinks + head * DIM + d, mask=d < H, other=0.0)
+        s1 = tl.load(sinks + head * DIM + d + H, mask=d < H, other=0.0)
+        pull = tl.sum(q0.to(tl.float32) * s0 + q1.to(tl.float32) * s1, axis=1, keep_dims=True)
 
     top = tl.full([ROWS, 1], float("-inf"), tl.float32)
     total = tl.zeros([ROWS, 1], tl.float32)
@@ -99,7 +104,8 @@ def attend(
         scores = tl.dot(q1, k1, tl.dot(q0, k0, input_precision="tf32x3"), input_precision="tf32x3")
         if KEY_BITS <= 8:
             found = tl.load(scale_at(keys, tile, slot, DIM, BLOCK, KEY_BITS), mask=inside, other=0.0)
-            scores *= found.to(tl.float32)[None, :]
+            factor = found.to(tl.float32)[None, :]
+            scores = scores * tl.abs(factor) + tl.where(factor < 0.0, pull, 0.0)
         scores *= scale
         if CAPPED:
             scores = softcap - 2.0 * softcap / (tl.exp(scores * (2.0 / softcap)) + 1.0)
@@ -213,6 +219,7 @@ def attention(
                 "query": query,
                 "keys": storage.k[layer],
                 "values": storage.v[layer],
+                "sinks": query if storage.fit is None else storage.fit.sink(layer),
                 "out": out,
                 "parts": parts,
                 "weights": weights,

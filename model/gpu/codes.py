@@ -163,6 +163,7 @@ def store(
     plane,
     x0,
     x1,
+    sign,
     tile,
     slot,
     d,
@@ -173,7 +174,8 @@ def store(
     BITS: tl.constexpr,
     UNBIASED: tl.constexpr,
 ):
-    """Write vectors, float32 halves [n, HALF], rotated already where their codec rotates them; tile and slot [n, 1]."""
+    """Write vectors, float32 halves [n, HALF], rotated already where their codec rotates them; tile and slot [n, 1].
+    `sign` of the scale: -1 for what a key has beside the sink, which `x0` and `x1` then are."""
     H: tl.constexpr = DIM // 2
     SIZE: tl.constexpr = BLOCK * (DIM * BITS // 8 + 2) if BITS <= 8 else BLOCK * DIM
     real = d < H
@@ -205,6 +207,7 @@ def store(
                 )
             scale = (tl.minimum(tl.where(square == 0.0, 0.0, found), LARGEST) + broken).to(tl.float16)
             tl.store(plane + tile * SIZE + slot * H + d, (n0 | (n1 << 4)).to(tl.uint8), mask=mask)
+        scale = tl.where(sign < 0.0, tl.minimum(-scale, -(2.0**-24)), scale).to(tl.float16)
         tl.store(scale_at(plane, tile, slot, DIM, BLOCK, BITS), scale, mask=inside)
 
 
