@@ -57,9 +57,10 @@ def attend(
 ):
     """One item for one key head.
 
-    query [tokens, KV_HEADS · GROUP, DIM], rotated where keys are; sinks [KV_HEADS, DIM] of coded keys; out likewise, contiguous. A part of a context goes to
-    parts float32 [parts, KV_HEADS, ROWS, DIM], divided by its own sum, and the log₂ of that to weights [parts,
-    KV_HEADS, ROWS]. row_starts, starts, tables: as in StepInputs, int32; width [1] that of tables.
+    query [tokens, KV_HEADS · GROUP, DIM], rotated where keys are; out likewise, contiguous. sinks [KV_HEADS, DIM] of
+    coded keys. A part of a context goes to parts float32 [parts, KV_HEADS, ROWS, DIM], divided by its own sum, and the
+    log₂ of that to weights [parts, KV_HEADS, ROWS]. row_starts, starts, tables: as in StepInputs, int32; width [1] that
+    of tables.
     """
     H: tl.constexpr = DIM // 2
     item, head = tl.program_id(0), tl.program_id(1)
