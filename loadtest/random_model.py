@@ -90,11 +90,11 @@ class RandomWeights:
     def shape(self, name: str) -> Shape:
         return self._shapes[name]
 
-    def get(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+    def get(self, name: str, dtype: torch.dtype | None = None, part: tuple[slice, ...] = ()) -> Tensor:
         shape, kind = self._shapes[name], dtype or self._dtype
         if len(shape) == 1:
-            return torch.ones(shape, dtype=kind, device=self._device)
-        return torch.empty(shape, dtype=kind, device=self._device).normal_(0.0, shape[1] ** -0.5)
+            return torch.ones(shape, dtype=kind, device=self._device)[part]
+        return torch.empty(shape, dtype=kind, device=self._device).normal_(0.0, shape[1] ** -0.5)[part]
 
 
 def random_decoder(name: str, dtype: torch.dtype, attention: Attention, device: torch.device, longest: int) -> Decoder:
