@@ -24,6 +24,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -100,7 +101,7 @@ class Noted:
         """Seconds between what this step enqueued and the next one."""
         if self.marks is None or following.marks is None:
             return following.began - self.began - self.launch
-        return self.marks[1].elapsed_time(following.marks[0]) / 1e3
+        return float(self.marks[1].elapsed_time(following.marks[0])) / 1e3
 
 
 @dataclass(slots=True)
@@ -122,7 +123,7 @@ class Watch:
     def _mark(self) -> torch.cuda.Event | None:
         if self.device.type != "cuda":
             return None
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 
@@ -199,7 +200,8 @@ def theirs(case: Case, answer: int, dtype: torch.dtype, device: torch.device) ->
 
     module = random_transformer(case.model, dtype, device)
     inputs = prompts(CONFIGS[case.model].vocab_size, case.batch, case.context - answer)
-    generation = transformers.GenerationConfig(max_new_tokens=answer, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    kind: Any = transformers.GenerationConfig
+    generation = kind(max_new_tokens=answer, do_sample=False, eos_token_id=-1, pad_token_id=0)
     module.generate_batch(inputs[:2], generation_config=generation)
     began = time.perf_counter()
     found = module.generate_batch(inputs, generation_config=generation)

@@ -38,8 +38,8 @@ def turn(
     BALANCED: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """A half of out[r] = R x[r], or with BACK Rᵀ x[r], for rows of (token, head); BALANCED: of
-    x · balance[head // GROUP]."""
+    """Half of out[r] = R x[r], or with BACK Rᵀ x[r], for rows of (token, head); where BALANCED, x is multiplied by
+    balance[head // GROUP] first."""
     H: tl.constexpr = DIM // 2
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     d = tl.arange(0, HALF)[None, :]
