@@ -10,6 +10,8 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
+from server.protocol.base import Count
+from server.protocol.chat import ChatRequest
 from server.protocol.messages import (
     CountRequest,
     GivenMessage,
@@ -28,6 +30,12 @@ CHAT_NAMES = {
 }
 """Fields of a chat, and what the same is called here: for messages about them."""
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+class MessageChat(ChatRequest):
+    """A request in the words of chat, where it may also ask for no token at all: its prompt is then in the cache."""
+
+    max_completion_tokens: Count | None = None
 
 
 def messages(given: Iterable[GivenMessage]) -> list[dict[str, Any]]:

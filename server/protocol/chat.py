@@ -7,10 +7,10 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import ConfigDict, Field, PlainValidator, StringConstraints, WithJsonSchema, model_validator
 
 from server.errors import InvalidRequest
-from server.protocol.base import Body, Count, Int, at_most, fault
+from server.protocol.base import Body, Int, Positive, at_most, fault, variant
 from server.protocol.parts import joined
 from server.protocol.sampling import BEAMS, MAX_LOGPROBS, UNSUPPORTED, GenerationRequest
-from server.protocol.tools import ToolFields, of_kind
+from server.protocol.tools import KINDS, ToolFields
 
 MAX_MESSAGES = 4096
 MAX_DOCUMENTS = 1024
@@ -57,7 +57,7 @@ class CustomCall(Body):
 class ToolCall(Body):
     """A call that an assistant made earlier in the conversation."""
 
-    model_config = ConfigDict(json_schema_extra={"anyOf": [{"required": ["function"]}, of_kind("custom")]})
+    model_config = ConfigDict(json_schema_extra={"anyOf": [{"required": ["function"]}, KINDS[1]]})
 
     id: str = ""
     type: Literal["function", "custom"] = "function"
@@ -71,19 +71,14 @@ class ToolCall(Body):
         return self
 
 
-def _needs(role: str, *fields: str) -> dict[str, Any]:
-    """In a JSON schema: what a message of this role has."""
-    return {"properties": {"role": {"const": role}}, "required": list(fields)}
-
-
 class Message(Body):
     model_config = ConfigDict(
         json_schema_extra={
             "anyOf": [
-                *(_needs(role, "content") for role in ("developer", "system", "user", "assistant")),
-                *(_needs("assistant", calls) for calls in ("tool_calls", "function_call")),
-                _needs("tool", "content", "tool_call_id"),
-                _needs("function"),
+                *(variant("role", role, "content") for role in ("developer", "system", "user", "assistant")),
+                *(variant("role", "assistant", calls) for calls in ("tool_calls", "function_call")),
+                variant("role", "tool", "content", "tool_call_id"),
+                variant("role", "function"),
             ]
         }
     )
@@ -162,8 +157,8 @@ class ChatRequest(ChatFields, GenerationRequest):
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = UNSUPPORTED | CHAT_UNSUPPORTED | BEAMS
 
-    max_completion_tokens: Annotated[Count, Field(ge=1)] | None = None
-    max_tokens: Annotated[Count, Field(ge=1, description="deprecated: max_completion_tokens")] | None = None
+    max_completion_tokens: Positive | None = None
+    max_tokens: Annotated[Positive, Field(description="deprecated: max_completion_tokens")] | None = None
     echo: bool = False
     verbosity: Literal["low", "medium", "high"] | None = None
     prediction: Prediction | None = None

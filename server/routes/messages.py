@@ -12,7 +12,7 @@ import orjson
 from fastapi import APIRouter, Request, Response
 
 from server.answer import respond
-from server.block_messages import CHAT_NAMES, chat_fields
+from server.block_messages import CHAT_NAMES, MessageChat, chat_fields
 from server.body import read_object, validate
 from server.conversation import Turn, begin, conversation, renamed, turns
 from server.errors import RequestError
@@ -58,7 +58,7 @@ def _read(kind: type[B], value: dict[str, Any]) -> tuple[B, ChatRequest, Chat]:
     """The request, and the same in the words of chat. Raises what is wrong with it, by its names here."""
     body = validate(kind, value)
     try:
-        return body, *conversation(ChatRequest, chat_fields(body))
+        return body, *conversation(MessageChat, chat_fields(body))
     except RequestError as error:
         raise renamed(error, CHAT_NAMES) from None
 
