@@ -27,6 +27,8 @@ CHAT_NAMES = {
     "stop": "stop_sequences",
     "response_format.json_schema": "output_config.format",
     "response_format": "output_config.format",
+    "tools.#.function.parameters": "tools.#.input_schema",
+    "tools.#.function": "tools.#",
 }
 """Fields of a chat, and what the same is called here: for messages about them."""
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}

@@ -71,23 +71,30 @@ class ToolCall(Body):
         return self
 
 
+INSTEAD = ("tool_calls", "function_call", "reasoning_content", "reasoning", "refusal")
+"""What an assistant's message may hold instead of content."""
+
+
 class Message(Body):
     model_config = ConfigDict(
         json_schema_extra={
             "anyOf": [
                 *(variant("role", role, "content") for role in ("developer", "system", "user", "assistant")),
-                *(variant("role", "assistant", calls) for calls in ("tool_calls", "function_call")),
+                *(variant("role", "assistant", name) for name in INSTEAD),
                 variant("role", "tool", "content", "tool_call_id"),
                 variant("role", "function"),
             ]
         }
     )
 
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {"audio": ()}
+
     role: Literal["developer", "system", "user", "assistant", "tool", "function"]
     content: Content | None = None
     name: Annotated[str, StringConstraints(max_length=256)] | None = None
     reasoning_content: str | None = None
     reasoning: Annotated[str, Field(description="the same as reasoning_content")] | None = None
+    refusal: Annotated[str, Field(description="of an assistant, instead of content")] | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=128)] | None = None
     tool_call_id: str | None = None
     function_call: Annotated[FunctionCall, Field(description="deprecated: tool_calls")] | None = None
@@ -100,7 +107,7 @@ class Message(Body):
             raise fault("tool_calls", f"a {self.role} message makes no calls")
         if self.content is None and self.role not in ("assistant", "function"):
             raise fault("content", f"a {self.role} message needs content")
-        if self.content is None and self.role == "assistant" and not (self.tool_calls or self.function_call):
+        if self.content is None and self.role == "assistant" and not any(getattr(self, name) for name in INSTEAD):
             raise fault("content", "an assistant message needs content or tool_calls")
         if self.tool_calls and self.function_call:
             raise fault("function_call", "not allowed together with tool_calls")

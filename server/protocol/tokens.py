@@ -44,7 +44,7 @@ class TokenizeRequest(Body):
 class TokenizeChatRequest(ChatFields):
     """The tokens of the prompt that a conversation becomes."""
 
-    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = PROMPT_UNSUPPORTED
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = PROMPT_UNSUPPORTED | {"prompt": (), "content": (), "inputs": ()}
 
     model: str | None = None
     return_token_strs: bool = False

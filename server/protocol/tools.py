@@ -33,6 +33,9 @@ class FunctionDefinition(Body):
     def _object(self) -> Self:
         if self.parameters and self.parameters.get("type", "object") != "object":
             raise fault("parameters", "must be the schema of an object")
+        for name, kind in (("properties", dict), ("required", list)):
+            if not isinstance((self.parameters or {}).get(name) or kind(), kind):
+                raise fault("parameters", f"{name} must be an {'object' if kind is dict else 'array'}")
         if count_values(self.parameters, MAX_SCHEMA_VALUES) > MAX_SCHEMA_VALUES:
             raise fault("parameters", f"holds more than {MAX_SCHEMA_VALUES} values")
         return self

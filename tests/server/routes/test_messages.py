@@ -195,7 +195,7 @@ BASE = {"model": MODEL, "max_tokens": 4, "messages": HI}
     ("fields", "param"),
     [
         ({"max_tokens": None}, "max_tokens"),
-        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
         ({"max_tokens": 5000}, "max_tokens"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, "messages.0.role"),
@@ -217,6 +217,7 @@ BASE = {"model": MODEL, "max_tokens": 4, "messages": HI}
         ({"system": [{"type": "image"}]}, "system.0"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0.type"),
         ({"tools": [{"name": "f"}]}, "tools.0.input_schema"),
+        ({"tools": [{**WEATHER, "input_schema": {"type": "array"}}]}, "tools.0.input_schema"),
         ({"tools": [WEATHER], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
         ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "no"}}, "tool_choice"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
