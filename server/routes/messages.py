@@ -22,7 +22,7 @@ from server.parsing.answer import AnswerFormat
 from server.protocol.chat import ChatRequest
 from server.protocol.messages import CountRequest, MessagesRequest
 from server.service import service_of
-from server.sse import typed
+from server.sse import dumps, typed
 from server.template import Chat
 
 router = APIRouter()
@@ -104,7 +104,7 @@ class MessageAnswer:
             if turn.finish_reason is not None:
                 self._content.finish()
                 message = self._message(_end(turn))
-        return orjson.dumps(message)
+        return dumps(message)
 
     def failed(self, error: RequestError) -> bytes:
         """The end of a stream that cannot go on."""

@@ -146,6 +146,13 @@ def test_a_call_that_is_cut_short(server: Running, smol: Tokenizer) -> None:
     assert block["input"] in ({}, {"city": "Ro"})
 
 
+def test_half_a_surrogate_pair_in_a_call(server: Running, smol: Tokenizer) -> None:
+    """The model may spell one out; the arguments come all the same."""
+    say(server, smol, CALL.replace("Rome", r"Rome \ud83d"))
+    (block,) = ask(server, tools=[WEATHER])["content"]
+    assert block["input"] == {"city": "Rome \ufffd"}
+
+
 def test_results_go_back(server: Running, smol: Tokenizer) -> None:
     say(server, smol, "Sunny.")
     used = {"type": "tool_use", "id": "toolu_1", "name": "get_weather", "input": {"city": "Röme"}}
