@@ -9,6 +9,8 @@ from langchain_core.messages import AIMessage
 from langchain_openai import ChatOpenAI
 from langchain_tests.integration_tests import ChatModelIntegrationTests
 
+from tests.clients.conftest import NAMES
+
 
 class Forced(ChatOpenAI):
     """Calls whenever it has tools, which the demo model would hardly do by itself."""
@@ -26,7 +28,11 @@ class TestChatOpenAI(ChatModelIntegrationTests):
     def chat_model_params(self) -> dict[str, Any]:
         """Without the penalty the model's jokes have no end."""
         sampling = {"temperature": 0, "max_tokens": 400, "frequency_penalty": 0.6}
-        return {"model": "SmolLM2-135M-Instruct", "stream_usage": True, **sampling}
+        return {"model": NAMES[0], "stream_usage": True, **sampling}
+
+    @property
+    def model_override_value(self) -> str:
+        return NAMES[1]
 
     @property
     def supports_json_mode(self) -> bool:
