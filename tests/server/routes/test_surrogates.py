@@ -27,7 +27,7 @@ SAMPLING = {
     "request_id": "r",
     "unheard_of": ["x"],
 }
-TALK = {
+TALK: dict[str, Any] = {
     "messages": [
         {"role": "system", "content": "s", "name": "n"},
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
