@@ -128,6 +128,16 @@ def test_references_lead_somewhere(document: dict[str, Any]) -> None:
         jsonschema.Draft202012Validator.check_schema(schema)
 
 
+def test_bounds_of_numbers_are_described(document: dict[str, Any]) -> None:
+    schemas = document["components"]["schemas"]
+    assert schemas["ChatRequest"]["properties"]["n"] | {"title": "N"} == {
+        **{"type": "integer", "minimum": 1, "maximum": 128, "default": 1, "title": "N"}
+    }
+    for schema in schemas.values():
+        for name, field in schema.get("properties", {}).items():
+            assert not {"ge", "le", "gt", "lt"} & {key for kind in field.get("anyOf", [field]) for key in kind}, name
+
+
 @pytest.mark.parametrize(("path", "body"), REQUESTS)
 def test_answers_to_bodies(server: Running, document: dict[str, Any], path: str, body: dict[str, Any]) -> None:
     """The request is one that is described, too, and so is what a wrong one gets."""
