@@ -133,5 +133,5 @@ def tags_to_lark(tag: dict[str, Any], whitespace: str | None) -> str:
 
 
 def quoted(text: str) -> str:
-    """A literal in Lark."""
-    return json.dumps(text, ensure_ascii=False)
+    """A literal in Lark. Of what JSON leaves as it is, llguidance does not read U+007F."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")

@@ -149,6 +149,19 @@ async def test_good_ones_pass_and_are_remembered(structures: Structures) -> None
     assert await structures.grammar(other) == serialise(other), "who has died is started anew"
 
 
+async def test_every_character_may_be_chosen(structures: Structures, smol: Tokenizer) -> None:
+    written = [
+        chr(code) for code in range(0x100) if smol.decode(smol.encode(chr(code), add_special_tokens=False)) == chr(code)
+    ]
+    assert len(written) > 200
+    texts = ["".join(written), "\u2028\ufeff\ue000\ufdd0\U0010ffff"]
+    assert await structures.grammar(structure("choice", texts))
+    for number in ("41", "u0041", "U00000041"):
+        escape = number if number[0] in "uU" else f"x{number}"
+        assert "A1B" in serialise(structure("grammar", rf'root ::= "\{escape}1\x42"'))
+    assert r"[\\x5d\\x2d]" in serialise(structure("grammar", r"root ::= [\u005d\u002d]"))
+
+
 async def test_bad_ones_say_why(structures: Structures) -> None:
     cases: list[tuple[Structure, str]] = [
         (structure("regex", "("), "unclosed group"),
