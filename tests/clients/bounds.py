@@ -17,6 +17,8 @@ import schemathesis
 
 MODEL = "SmolLM2-135M-Instruct"
 MAX_TOKENS = 4
+WIDTHS = ("n", "best_of", "beam_width")
+MAX_WIDTH = 4
 LIMITS = {
     "/v1/completions": ("max_tokens",),
     "/v1/chat/completions": ("max_completion_tokens", "max_tokens"),
@@ -39,8 +41,9 @@ def before_call(context: Any, case: Any, kwargs: Any) -> None:
             body["model"] = MODEL
         if isinstance(body.get("messages"), list):
             body["messages"] = [{"role": "user", "content": "Hi."}]
-    for name in limits:
-        if isinstance(body.get(name), int | float) and body[name] > MAX_TOKENS:
-            body[name] = MAX_TOKENS
+    for names, most in ((limits, MAX_TOKENS), (WIDTHS, MAX_WIDTH)):
+        for name in names:
+            if isinstance(body.get(name), int | float) and body[name] > most:
+                body[name] = most
     if limits and all(body.get(name) is None for name in limits) and case.path != "/v1/messages":
         body[limits[0]] = MAX_TOKENS

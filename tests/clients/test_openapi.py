@@ -30,7 +30,7 @@ CHECKS = (
 def cases(url: str, folder: Path, seed: int, most: int, paths: list[str]) -> Counter[str]:
     """How many each route had; of all of them where no paths are given. Fails where an answer is not described."""
     words = ["run", f"{url}/openapi.json", "--checks", ",".join(CHECKS), "--mode", "all", "--phases", "fuzzing"]
-    words += ["--max-examples", str(most), "--seed", str(seed), "--continue-on-failure", "--request-timeout", "30"]
+    words += ["--max-examples", str(most), "--seed", str(seed), "--continue-on-failure", "--request-timeout", "90"]
     words += [word for path in paths for word in ("--include-path", path)]
     counted = folder / "cases"
     environment = {**os.environ, "SCHEMATHESIS_HOOKS": "tests.clients.bounds", "PYTHONPATH": str(ROOT)}
@@ -43,7 +43,7 @@ def cases(url: str, folder: Path, seed: int, most: int, paths: list[str]) -> Cou
 
 @pytest.mark.timeout(3600)
 def test_every_answer_is_described(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """No 5xx, no answer that takes 30 s, no status, type, header or body that the document does not have."""
+    """No 5xx, no answer that takes 90 s, no status, type, header or body that the document does not have."""
     with urllib.request.urlopen(f"{url}/openapi.json") as reply:
         routes = json.load(reply)["paths"]
     bodies = [path for path, methods in routes.items() if "requestBody" in methods.get("post", {})]
