@@ -97,7 +97,7 @@ SECURITY: list[dict[str, list[str]]] = [{"bearer": []}, {"x-api-key": []}]
 class Schemas(GenerateJsonSchema):
     """Where one of our validators comes before a number's bounds, pydantic writes them by its own names."""
 
-    def generate_inner(self, schema: CoreSchema) -> JsonSchemaValue:  # type: ignore[override]
+    def generate_inner(self, schema: CoreSchema) -> JsonSchemaValue:
         made = super().generate_inner(schema)
         return {{"ge": "minimum", "le": "maximum"}.get(name, name): value for name, value in made.items()}
 

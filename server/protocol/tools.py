@@ -81,7 +81,7 @@ class CustomDefinition(Body):
 
 
 class ToolDefinition(Body):
-    model_config = ConfigDict(json_schema_extra={"anyOf": KINDS})
+    model_config = ConfigDict(json_schema_extra={"anyOf": [*KINDS]})
 
     type: Literal["function", "custom"]
     function: FunctionDefinition | None = None

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -95,9 +96,9 @@ def test_a_regex_that_breaks_off(kind: Kind, source: Any) -> None:
 
 
 def test_white_space_that_breaks_off() -> None:
-    for kind, source in (("json", "{}"), ("structural_tag", json.dumps(TAG))):
+    for asked in (structure("json", {}), structure("structural_tag", TAG)):
         with pytest.raises(GrammarError, match="a backslash at the end"):
-            serialise(Structure(kind, source, "field", whitespace=OPEN))
+            serialise(replace(asked, whitespace=OPEN))
 
 
 @pytest.mark.parametrize(
