@@ -10,6 +10,8 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
+from server.protocol.base import Count
+from server.protocol.chat import ChatRequest
 from server.protocol.messages import (
     CountRequest,
     GivenMessage,
@@ -25,9 +27,17 @@ CHAT_NAMES = {
     "stop": "stop_sequences",
     "response_format.json_schema": "output_config.format",
     "response_format": "output_config.format",
+    "tools.#.function.parameters": "tools.#.input_schema",
+    "tools.#.function": "tools.#",
 }
 """Fields of a chat, and what the same is called here: for messages about them."""
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+class MessageChat(ChatRequest):
+    """A request in the words of chat, where it may also ask for no token at all: its prompt is then in the cache."""
+
+    max_completion_tokens: Count | None = None
 
 
 def messages(given: Iterable[GivenMessage]) -> list[dict[str, Any]]:

@@ -122,7 +122,7 @@ def _not_json(body: bytes, reason: str) -> InvalidRequest:
 
 
 def _surrogate_path(body: bytes) -> str | None:
-    """Dotted path of the first string with a lone surrogate, found with the lenient reader; None in a body of too many
+    """Dotted path of a string or key with a lone surrogate, found with the lenient reader; None in a body of too many
     parts to be searched.
 
     Places are chains of keys, and only one of them is spelled out: a path per entry would take the body's square.
@@ -136,14 +136,21 @@ def _surrogate_path(body: bytes) -> str | None:
     while pending:
         place, value = pending.pop()
         if isinstance(value, str) and SURROGATE.search(value):
-            names: list[str] = []
-            while place is not None:
-                place, key = place
-                names.append(str(key)[:64].encode(errors="replace").decode())
-            return ".".join(reversed(names))[:256]
+            return _dotted(place)
         entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-        pending += [((place, key), entry) for key, entry in entries]
+        for key, entry in entries:
+            if isinstance(key, str) and SURROGATE.search(key):
+                return _dotted((place, key))
+            pending.append(((place, key), entry))
     return None
+
+
+def _dotted(place: _Place) -> str:
+    names: list[str] = []
+    while place is not None:
+        place, key = place
+        names.append(str(key)[:64].encode(errors="replace").decode())
+    return ".".join(reversed(names))[:256]
 
 
 def parse_json_object(body: bytes) -> dict[str, Any]:

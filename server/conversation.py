@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import re
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -74,7 +75,7 @@ async def _begin(generation: Generation, body: ChatRequest, chat: Chat) -> Answe
     values = scored + body.return_prompt_text + body.n * (body.return_token_ids + body.echo)
     check_values(len(prompt.ids), values, "prompt_logprobs" if scored else "n")
     max_tokens = prompts.max_tokens(len(prompt.ids), body.limit, param="messages", field=body.limit_field)
-    last = chat.messages[-1]["content"] if body.continue_final_message else None
+    last = chat.messages[-1].get("content", "") if body.continue_final_message else None
     inside = formats.inside(prompt.text or "", last)
     use = body.use
     format = formats.answer(use, body.splits_reasoning, inside)
@@ -82,6 +83,8 @@ async def _begin(generation: Generation, body: ChatRequest, chat: Chat) -> Answe
     grammar = await loaded.structures.grammar(structure)
     options = dataclasses.replace(
         stream_options(body),
+        # They are for the content, and there is none where calls are all that may come.
+        stop=() if use.choice == "required" and use.whole is None else tuple(body.stop),
         shown=formats.shown(format),
         reasoning=format.reasoning,
         inside=inside,
@@ -126,11 +129,13 @@ async def turns(generation: Generation, format: AnswerFormat) -> AsyncGenerator[
 
 
 def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
-    """The same error about the same field, by the name that it has on another route. Of several the longest counts."""
+    """The same error about the same field, by the name that it has on another route. Of several the longest counts; '#'
+    stands for a number."""
     given = error.param or ""
     for name in sorted(names, key=len, reverse=True):
-        if given == name or given.startswith(f"{name}."):
-            error.param = names[name] + given.removeprefix(name)
+        found = re.match(re.escape(name).replace(r"\#", r"(\d+)") + r"(?=\.|$)", given)
+        if found is not None:
+            error.param = names[name].replace("#", "".join(found.groups())) + given[found.end() :]
             error.message = error.message.replace(given, error.param, 1)
             break
     return error

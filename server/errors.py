@@ -60,7 +60,7 @@ class RequestError(Exception):
         numbers: Mapping[str, int] | None = None,
     ) -> None:
         super().__init__(message)
-        self.message = message
+        self.message = message.encode(errors="replace").decode()  # half a surrogate pair is no text
         self.param = param
         self.code = code or self.code
         self.headers = {**self.headers, **(headers or {})}

@@ -13,7 +13,7 @@ Message = dict[str, Any]
 
 def normalized(messages: Iterable[Message]) -> list[Message]:
     """Custom calls become functions with one parameter, the deprecated `function_call` and role `function` become calls
-    and results with an id, and `reasoning` is `reasoning_content`."""
+    and results with an id, `reasoning` is `reasoning_content`, and a refusal the content where there is none."""
     result = []
     last = ""
     for number, message in enumerate(messages):
@@ -26,6 +26,8 @@ def normalized(messages: Iterable[Message]) -> list[Message]:
             message.pop("tool_calls", None)
         if message["role"] == "function":
             message |= {"role": "tool", "tool_call_id": last}
+        if (refusal := message.pop("refusal", None)) is not None:
+            message.setdefault("content", refusal)
         if (thought := message.pop("reasoning", None)) is not None:
             message.setdefault("reasoning_content", thought)
         result.append(message)

@@ -31,6 +31,8 @@ CHAT_NAMES = {
     "response_format.json_schema": "text.format",
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
+    "tools.#.function": "tools.#",
+    "tools.#.custom": "tools.#",
 }
 """Fields of a chat, and what the same is called here: for messages about them."""
 

@@ -11,6 +11,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from server.pieces import CallArguments, CallStart, Content, Piece, Reasoning
+from server.template import parsed_object
 
 Event = dict[str, Any]
 Block = dict[str, Any]
@@ -79,5 +80,5 @@ def arguments(text: str) -> dict[str, Any]:
     try:
         value = from_json(text, allow_partial=True)
     except ValueError:
-        return {}
+        value = parsed_object(text)  # which takes half a surrogate pair
     return value if isinstance(value, dict) else {}

@@ -9,7 +9,8 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue, models_json_schema
+from pydantic_core import CoreSchema
 
 from server.protocol.chat import ChatRequest
 from server.protocol.completions import CompletionRequest
@@ -93,6 +94,14 @@ KEY = {"401": "No key, or a wrong one."}
 SECURITY: list[dict[str, list[str]]] = [{"bearer": []}, {"x-api-key": []}]
 
 
+class Schemas(GenerateJsonSchema):
+    """Where one of our validators comes before a number's bounds, pydantic writes them by its own names."""
+
+    def generate_inner(self, schema: CoreSchema) -> JsonSchemaValue:
+        made = super().generate_inner(schema)
+        return {{"ge": "minimum", "le": "maximum"}.get(name, name): value for name, value in made.items()}
+
+
 def document(app: FastAPI) -> dict[str, Any]:
     """The whole document; the same object every time."""
     if app.openapi_schema is None:
@@ -101,6 +110,7 @@ def document(app: FastAPI) -> dict[str, Any]:
         _, definitions = models_json_schema(
             [(model, "validation") for model in sorted(models, key=lambda model: model.__name__)],
             ref_template="#/components/schemas/{model}",
+            schema_generator=Schemas,
         )
         whole["components"] = {
             "schemas": SHAPES | definitions["$defs"],

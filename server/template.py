@@ -12,6 +12,7 @@ from typing import Any
 
 import jinja2
 
+from model.config_fields import MAX_DEPTH, depth
 from server.errors import RequestError, TemplateError, Unsupported
 from server.parsing.reasoning import REASONING_FORMATS
 from server.sandbox import Refused, Sandbox
@@ -215,11 +216,17 @@ def _parsed(call: Message) -> Message:
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
+    arguments = parsed_object(function["arguments"] or "{}")
+    return call if arguments is None else {**call, "function": {**function, "arguments": arguments}}
+
+
+def parsed_object(text: str) -> dict[str, Any] | None:
+    """The object in a JSON text; None where it is none, or nested too deeply for whoever writes it again."""
     try:
-        arguments = json.loads(function["arguments"] or "{}")
+        value = json.loads(text)
     except (ValueError, RecursionError):
-        return call
-    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
+        return None
+    return value if isinstance(value, dict) and depth(value) <= MAX_DEPTH else None
 
 
 def _shorten(message: Message) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from server.parsing.formats import ToolFormat
-from server.template import Chat
+from server.template import Chat, parsed_object
 
 _EXAMPLE = ("function_name", {"parameter_name": "value"})
 _TEXT = """You can call functions. These are described here as JSON:
@@ -64,8 +64,5 @@ def _written(message: dict[str, Any], format: ToolFormat) -> dict[str, Any]:
 def _arguments(function: Mapping[str, Any]) -> Mapping[str, Any]:
     """Those that are no object are shown all the same."""
     text = function.get("arguments") or "{}"
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        value = None
-    return value if isinstance(value, dict) else {"arguments": text}
+    value = parsed_object(text)
+    return {"arguments": text} if value is None else value

@@ -40,6 +40,7 @@ def _whole(value: object) -> object:
 Int = Annotated[int, BeforeValidator(_whole)]
 """An integer in JSON, or a float that is one. Never a bool, never a string."""
 Count = Annotated[Int, Field(ge=0, le=2**31 - 1)]
+Positive = Annotated[Int, Field(ge=1, le=2**31 - 1)]
 TokenId = Annotated[Int, Field(ge=0, le=2**31 - 1)]
 
 
@@ -100,6 +101,12 @@ def count_values(value: Any, limit: int) -> int:
         if count <= limit:
             pending += children
     return count
+
+
+def variant(field: str, value: str, *needed: str, without: str | None = None) -> dict[str, Any]:
+    """In a JSON schema: an object whose `field` is this value has the `needed` fields, and not the other one."""
+    absent = {} if without is None else {without: {"type": "null"}}
+    return {"properties": {field: {"const": value}, **absent}, "required": list(needed)}
 
 
 def fault(field: str, message: str) -> PydanticCustomError:

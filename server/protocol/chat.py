@@ -7,10 +7,10 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import ConfigDict, Field, PlainValidator, StringConstraints, WithJsonSchema, model_validator
 
 from server.errors import InvalidRequest
-from server.protocol.base import Body, Count, Int, at_most, fault
+from server.protocol.base import Body, Int, Positive, at_most, fault, variant
 from server.protocol.parts import joined
 from server.protocol.sampling import BEAMS, MAX_LOGPROBS, UNSUPPORTED, GenerationRequest
-from server.protocol.tools import ToolFields, of_kind
+from server.protocol.tools import KINDS, ToolFields
 
 MAX_MESSAGES = 4096
 MAX_DOCUMENTS = 1024
@@ -57,7 +57,7 @@ class CustomCall(Body):
 class ToolCall(Body):
     """A call that an assistant made earlier in the conversation."""
 
-    model_config = ConfigDict(json_schema_extra={"anyOf": [{"required": ["function"]}, of_kind("custom")]})
+    model_config = ConfigDict(json_schema_extra={"anyOf": [{"required": ["function"]}, KINDS[1]]})
 
     id: str = ""
     type: Literal["function", "custom"] = "function"
@@ -71,28 +71,30 @@ class ToolCall(Body):
         return self
 
 
-def _needs(role: str, *fields: str) -> dict[str, Any]:
-    """In a JSON schema: what a message of this role has."""
-    return {"properties": {"role": {"const": role}}, "required": list(fields)}
+INSTEAD = ("tool_calls", "function_call", "reasoning_content", "reasoning", "refusal")
+"""What an assistant's message may hold instead of content."""
 
 
 class Message(Body):
     model_config = ConfigDict(
         json_schema_extra={
             "anyOf": [
-                *(_needs(role, "content") for role in ("developer", "system", "user", "assistant")),
-                *(_needs("assistant", calls) for calls in ("tool_calls", "function_call")),
-                _needs("tool", "content", "tool_call_id"),
-                _needs("function"),
+                *(variant("role", role, "content") for role in ("developer", "system", "user", "assistant")),
+                *(variant("role", "assistant", name) for name in INSTEAD),
+                variant("role", "tool", "content", "tool_call_id"),
+                variant("role", "function"),
             ]
         }
     )
+
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {"audio": ()}
 
     role: Literal["developer", "system", "user", "assistant", "tool", "function"]
     content: Content | None = None
     name: Annotated[str, StringConstraints(max_length=256)] | None = None
     reasoning_content: str | None = None
     reasoning: Annotated[str, Field(description="the same as reasoning_content")] | None = None
+    refusal: Annotated[str, Field(description="of an assistant, instead of content")] | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=128)] | None = None
     tool_call_id: str | None = None
     function_call: Annotated[FunctionCall, Field(description="deprecated: tool_calls")] | None = None
@@ -105,7 +107,7 @@ class Message(Body):
             raise fault("tool_calls", f"a {self.role} message makes no calls")
         if self.content is None and self.role not in ("assistant", "function"):
             raise fault("content", f"a {self.role} message needs content")
-        if self.content is None and self.role == "assistant" and not (self.tool_calls or self.function_call):
+        if self.content is None and self.role == "assistant" and not any(getattr(self, name) for name in INSTEAD):
             raise fault("content", "an assistant message needs content or tool_calls")
         if self.tool_calls and self.function_call:
             raise fault("function_call", "not allowed together with tool_calls")
@@ -162,8 +164,8 @@ class ChatRequest(ChatFields, GenerationRequest):
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = UNSUPPORTED | CHAT_UNSUPPORTED | BEAMS
 
-    max_completion_tokens: Annotated[Count, Field(ge=1)] | None = None
-    max_tokens: Annotated[Count, Field(ge=1, description="deprecated: max_completion_tokens")] | None = None
+    max_completion_tokens: Positive | None = None
+    max_tokens: Annotated[Positive, Field(description="deprecated: max_completion_tokens")] | None = None
     echo: bool = False
     verbosity: Literal["low", "medium", "high"] | None = None
     prediction: Prediction | None = None

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field, PlainValidator, StringConstraints, ValidationError, model_validator
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    StringConstraints,
+    ValidationError,
+    model_validator,
+)
 
 from server.errors import InvalidRequest, RequestError, Unsupported
-from server.protocol.base import Body, Count, Int, at_most, fault, invalid
+from server.protocol.base import Body, Count, Int, at_most, fault, invalid, variant
 from server.protocol.sampling import MAX_STOPS, SaltString, StopString
 from server.protocol.tools import MAX_TOOLS
 
@@ -103,7 +111,15 @@ def parse_block(value: Any, kinds: dict[str, type[Block]], *place: str | int) ->
         raise
 
 
+def _holds(role: str) -> dict[str, Any]:
+    """In a JSON schema: a message of this role holds a text, or blocks of its kinds."""
+    blocks = {"type": "array", "items": {"properties": {"type": {"enum": list(KINDS[role])}}}}
+    return {"properties": {"role": {"const": role}, "content": {"anyOf": [{"type": "string"}, blocks]}}}
+
+
 class GivenMessage(Body):
+    model_config = ConfigDict(json_schema_extra={"anyOf": list(map(_holds, KINDS))})
+
     role: Literal["user", "assistant", "system"]
     content: Annotated[list[Any], PlainValidator(lambda value: value, json_schema_input_type=str | Blocks)]
 
@@ -163,6 +179,15 @@ def _hosted(value: object) -> object:
 
 
 class ToolChoice(Body):
+    model_config = ConfigDict(
+        json_schema_extra={
+            "anyOf": [
+                *(variant("type", kind, without="name") for kind in ("auto", "any", "none")),
+                variant("type", "tool", "name"),
+            ]
+        }
+    )
+
     type: Literal["auto", "any", "tool", "none"]
     name: Name | None = None
     disable_parallel_tool_use: bool | None = None
@@ -248,7 +273,7 @@ class MessagesRequest(CountRequest):
         "repetition_penalty": (1,),
     }
 
-    max_tokens: Annotated[Count, Field(ge=1)]
+    max_tokens: Annotated[Count, Field(description="0 computes the prompt only, for the prefix cache")]
     stop_sequences: Annotated[list[StopString], Field(max_length=MAX_STOPS), at_most(MAX_STOPS)] = Field(
         default_factory=list
     )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field, PlainValidator, StringConstraints, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator, StringConstraints, model_validator
 
 from server.errors import Unsupported
-from server.protocol.base import Body, Count, Int, at_most, fault
+from server.protocol.base import Body, Int, Positive, at_most, fault, variant
 from server.protocol.items import Item, Items, parse_items
 from server.protocol.sampling import BEAMS, MAX_LOGPROBS, UNSUPPORTED, Metadata, SamplingFields
 from server.protocol.structured import StructureFields
@@ -44,6 +44,15 @@ class FlatTool(Body):
 
 
 class TextFormat(Body):
+    model_config = ConfigDict(
+        json_schema_extra={
+            "anyOf": [
+                *(variant("type", kind) for kind in ("text", "json_object")),
+                variant("type", "json_schema", "name", "schema"),
+            ]
+        }
+    )
+
     type: Literal["text", "json_object", "json_schema"]
     name: Name | None = None
     schema_: dict[str, Any] | None = Field(None, alias="schema")
@@ -136,9 +145,9 @@ class InputFields(SamplingFields, StructureFields):
 class ResponseRequest(InputFields):
     """Answer a conversation of items."""
 
-    max_output_tokens: Annotated[Count, Field(ge=1)] | None = None
-    max_tokens: Annotated[Count, Field(ge=1, description="the same, by the name it has in a chat")] | None = None
-    max_tool_calls: Annotated[Count, Field(ge=1, description="of hosted tools, which there are none of")] | None = None
+    max_output_tokens: Positive | None = None
+    max_tokens: Annotated[Positive, Field(description="the same, by the name it has in a chat")] | None = None
+    max_tool_calls: Annotated[Positive, Field(description="of hosted tools, which there are none of")] | None = None
     top_logprobs: Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] = Field(
         default_factory=list, max_length=16, description="reasoning comes in plain, so there is nothing encrypted"

@@ -6,11 +6,11 @@ from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import orjson
-from pydantic import BeforeValidator, Field, StringConstraints, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
 
 from model.config_fields import MAX_DEPTH, depth
 from server.errors import InvalidRequest
-from server.protocol.base import Body
+from server.protocol.base import Body, variant
 from server.structured.structure import WHITESPACE, Kind, Structure
 
 Source = tuple[Kind, str, Any]
@@ -71,6 +71,16 @@ class JsonSchema(Body):
 
 class ResponseFormat(Body):
     """`schema` beside json_object is llama.cpp's."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "anyOf": [
+                *(variant("type", kind) for kind in ("text", "json_object")),
+                variant("type", "json_schema", "json_schema"),
+                variant("type", "structural_tag", "triggers", "structures"),
+            ]
+        }
+    )
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {"format": ()}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from server.protocol.base import Body, TokenId, at_most, fault
 from server.protocol.chat import CHAT_UNSUPPORTED, ChatFields
@@ -18,6 +18,10 @@ class TokenizeRequest(Body):
 
     With `messages` instead, the body is a `TokenizeChatRequest`.
     """
+
+    model_config = ConfigDict(
+        json_schema_extra={"oneOf": [{"required": [name]} for name in ("prompt", "content", "inputs")]}
+    )
 
     model: str | None = None
     prompt: str | None = None
@@ -40,7 +44,7 @@ class TokenizeRequest(Body):
 class TokenizeChatRequest(ChatFields):
     """The tokens of the prompt that a conversation becomes."""
 
-    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = PROMPT_UNSUPPORTED
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = PROMPT_UNSUPPORTED | {"prompt": (), "content": (), "inputs": ()}
 
     model: str | None = None
     return_token_strs: bool = False
@@ -56,6 +60,8 @@ class PromptRequest(ChatFields):
 
 class DetokenizeRequest(Body):
     """`tokens` (vLLM, llama.cpp) or `ids` (TGI)."""
+
+    model_config = ConfigDict(json_schema_extra={"oneOf": [{"required": [name]} for name in ("tokens", "ids")]})
 
     model: str | None = None
     tokens: Annotated[list[TokenId], Field(max_length=MAX_TOKENS, fail_fast=True), at_most(MAX_TOKENS)] | None = None

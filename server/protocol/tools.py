@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import ConfigDict, Field, PlainValidator, StringConstraints, WithJsonSchema, model_validator
 
 from server.errors import InvalidRequest
-from server.protocol.base import Body, at_most, count_values, fault
+from server.protocol.base import Body, at_most, count_values, fault, variant
 from server.tools import Tool, ToolUse
 
 MAX_TOOLS = 128
@@ -19,11 +19,8 @@ MAX_SCHEMA_VALUES = 10_000
 """Values in one function's parameters, at any depth."""
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_-]+$")]
-
-
-def of_kind(kind: str) -> dict[str, Any]:
-    """In a JSON schema: an object of this type has the field of the same name."""
-    return {"properties": {"type": {"const": kind}}, "required": ["type", kind]}
+KINDS = [variant("type", kind, "type", kind) for kind in ("function", "custom")]
+"""In a JSON schema: an object of a type has the field of the same name."""
 
 
 class FunctionDefinition(Body):
@@ -36,6 +33,9 @@ class FunctionDefinition(Body):
     def _object(self) -> Self:
         if self.parameters and self.parameters.get("type", "object") != "object":
             raise fault("parameters", "must be the schema of an object")
+        for name, kind in (("properties", dict), ("required", list)):
+            if not isinstance((self.parameters or {}).get(name) or kind(), kind):
+                raise fault("parameters", f"{name} must be an {'object' if kind is dict else 'array'}")
         if count_values(self.parameters, MAX_SCHEMA_VALUES) > MAX_SCHEMA_VALUES:
             raise fault("parameters", f"holds more than {MAX_SCHEMA_VALUES} values")
         return self
@@ -51,6 +51,10 @@ class Grammar(Body):
 
 class CustomFormat(Body):
     """Of a custom tool's input."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"anyOf": [variant("type", "text", without="grammar"), variant("type", "grammar", "grammar")]}
+    )
 
     type: Literal["text", "grammar"]
     grammar: Grammar | None = None
@@ -77,7 +81,7 @@ class CustomDefinition(Body):
 
 
 class ToolDefinition(Body):
-    model_config = ConfigDict(json_schema_extra={"anyOf": [of_kind("function"), of_kind("custom")]})
+    model_config = ConfigDict(json_schema_extra={"anyOf": [*KINDS]})
 
     type: Literal["function", "custom"]
     function: FunctionDefinition | None = None
@@ -151,7 +155,7 @@ _NAMED = {
     "type": "object",
     "properties": {"type": {"enum": ["function", "custom"]}, "function": _HOLDER, "custom": _HOLDER},
     "required": ["type"],
-    "anyOf": [_HOLDER, of_kind("function"), of_kind("custom")],
+    "anyOf": [_HOLDER, *KINDS],
 }
 _ALLOWED = {
     "type": "object",

@@ -12,7 +12,7 @@ import orjson
 from fastapi import APIRouter, Request, Response
 
 from server.answer import respond
-from server.block_messages import CHAT_NAMES, chat_fields
+from server.block_messages import CHAT_NAMES, MessageChat, chat_fields
 from server.body import read_object, validate
 from server.conversation import Turn, begin, conversation, renamed, turns
 from server.errors import RequestError
@@ -22,7 +22,7 @@ from server.parsing.answer import AnswerFormat
 from server.protocol.chat import ChatRequest
 from server.protocol.messages import CountRequest, MessagesRequest
 from server.service import service_of
-from server.sse import typed
+from server.sse import dumps, typed
 from server.template import Chat
 
 router = APIRouter()
@@ -58,7 +58,7 @@ def _read(kind: type[B], value: dict[str, Any]) -> tuple[B, ChatRequest, Chat]:
     """The request, and the same in the words of chat. Raises what is wrong with it, by its names here."""
     body = validate(kind, value)
     try:
-        return body, *conversation(ChatRequest, chat_fields(body))
+        return body, *conversation(MessageChat, chat_fields(body))
     except RequestError as error:
         raise renamed(error, CHAT_NAMES) from None
 
@@ -104,7 +104,7 @@ class MessageAnswer:
             if turn.finish_reason is not None:
                 self._content.finish()
                 message = self._message(_end(turn))
-        return orjson.dumps(message)
+        return dumps(message)
 
     def failed(self, error: RequestError) -> bytes:
         """The end of a stream that cannot go on."""

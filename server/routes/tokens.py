@@ -49,10 +49,12 @@ async def _tokenized(
     elif body.prompt is not None:
         ids = await prompts.encode(body.prompt, add_special_tokens=body.add_special_tokens)
     elif body.content is not None:
-        ids = await prompts.encode(body.content, add_special_tokens=body.add_special, allow_special=body.parse_special)
+        ids = await prompts.encode(
+            body.content, add_special_tokens=body.add_special, allow_special=body.parse_special, param="content"
+        )
         return lambda: {"tokens": [{"id": id, "piece": _piece(loaded, id)} for id in ids] if body.with_pieces else ids}
     else:
-        ids = await prompts.encode(body.inputs or "", add_special_tokens=True)
+        ids = await prompts.encode(body.inputs or "", add_special_tokens=True, param="inputs")
         return lambda: _spans(loaded, ids)
     return lambda: _vllm(loaded, ids, body.return_token_strs)
 

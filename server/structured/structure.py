@@ -9,16 +9,22 @@ structural_tag ─────┘
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from llguidance import LLMatcher
-from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
+
+from server.structured.patterns import patterns, schemas
 
 Kind = Literal["json", "json_object", "regex", "choice", "lark", "grammar", "structural_tag"]
 
 WHITESPACE = r" |\n[ \t]{0,20}"
 """What may stand once between two parts of a JSON text: enough for every usual layout, too little to go on for ever."""
+_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|x([0-9a-fA-F]{2})|.)", re.DOTALL)
+_ESCAPED = {'"': r"\"", "\\": r"\\", "\n": r"\n", "\r": r"\r", "\t": r"\t", "]": r"\x5d", "^": r"\x5e", "-": r"\x2d"}
+"""Characters that would mean something else in GBNF, or in what becomes of it."""
 
 
 class GrammarError(ValueError):
@@ -57,22 +63,56 @@ def serialise(structure: Structure) -> str:
             schema = json.loads(source) if structure.kind == "json" else {"type": "object"}
             if not isinstance(schema, dict):
                 raise GrammarError("a schema must be a JSON object")
-            return LLMatcher.grammar_from_json_schema(json_rule(schema, structure.whitespace))
+            rule = json_rule(schema, structure.whitespace)
+            _check_patterns(json.loads(rule))
+            return LLMatcher.grammar_from_json_schema(rule)
         case "regex":
-            if (len(source) - len(source.rstrip("\\"))) % 2:  # llguidance would drop it
+            if _breaks_off(source):
                 raise GrammarError("a backslash at the end escapes nothing")
             return LLMatcher.grammar_from_regex(source)
         case "choice":
             return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(map(quoted, json.loads(source))))
         case "lark":
-            return LLMatcher.grammar_from_lark(source)
+            return _from_lark(source)
         case "grammar":
-            try:
-                return LLMatcher.grammar_from_lark(any_to_lark(source))
-            except Exception as error:  # the converter has many ways to say that a text is no grammar
-                raise GrammarError(f"neither Lark nor GBNF: {error}") from None
+            return _from_lark(_lark(source))
         case "structural_tag":
-            return LLMatcher.grammar_from_lark(tags_to_lark(json.loads(source), structure.whitespace))
+            return _from_lark(tags_to_lark(json.loads(source), structure.whitespace))
+
+
+def _from_lark(source: str) -> str:
+    _check_patterns(list(schemas(source)))
+    return LLMatcher.grammar_from_lark(source)
+
+
+def _check_patterns(schema: Any) -> None:
+    for regex in patterns(schema):
+        if _breaks_off(regex):
+            raise GrammarError(f"pattern {regex[-40:]!a}: a backslash at the end escapes nothing")
+
+
+def _breaks_off(regex: str) -> bool:
+    """Whether it ends in the middle of an escape. llguidance would drop the backslash."""
+    return (len(regex) - len(regex.rstrip("\\"))) % 2 == 1
+
+
+def _lark(grammar: str) -> str:
+    """Lark as it is; GBNF in Lark."""
+    if is_lark_syntax(grammar):
+        return grammar
+    try:
+        return gbnf_to_lark(_ESCAPE.sub(_written_out, grammar))
+    except Exception as error:  # the converter has many ways to say that a text is no grammar
+        raise GrammarError(f"neither Lark nor GBNF: {error}") from None
+
+
+def _written_out(escape: re.Match[str]) -> str:
+    """The character that an escape by number stands for, where GBNF reads it as itself. The converter takes the zeros
+    from the front of a number, and so makes other characters of what stands behind it."""
+    digits = escape[1] or escape[2] or escape[3]
+    code = -1 if digits is None else int(digits, 16)
+    known = 0x20 <= code < 0xD800 or 0xE000 <= code < 0x110000 or code in (9, 10, 13)
+    return _ESCAPED.get(chr(code), chr(code)) if known else escape[0]
 
 
 def tags_to_lark(tag: dict[str, Any], whitespace: str | None) -> str:
@@ -93,5 +133,5 @@ def tags_to_lark(tag: dict[str, Any], whitespace: str | None) -> str:
 
 
 def quoted(text: str) -> str:
-    """A literal in Lark."""
-    return json.dumps(text, ensure_ascii=False)
+    """A literal in Lark. Of what JSON leaves as it is, llguidance does not read U+007F."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")

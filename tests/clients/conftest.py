@@ -17,6 +17,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 START_SECONDS = 180
+NAMES = ("SmolLM2-135M-Instruct", "another-name")
+"""Of the model."""
 
 
 def _ready(url: str) -> bool:
@@ -36,6 +38,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     url = f"http://127.0.0.1:{port}"
     log = tmp_path_factory.mktemp("server") / "log"
     command = [*shlex.split(os.environ.get("OCTAVO", ".venv/bin/octavo")), "serve", "--port", str(port)]
+    command += ["--served-model-name", ",".join(NAMES)]
     with log.open("wb") as out:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=ROOT)
     try:

@@ -25,6 +25,7 @@ def test_half_a_surrogate_pair_in_a_key_as_well() -> None:
     """The answer must be JSON itself."""
     error = refused(rb'{"a\ud83d": "\ud83d"}')
     assert error.param == "a?"
+    assert refused(rb'{"metadata": {"ok": "v", "\udc00b": 1}}').param == "metadata.?b"
 
 
 def test_a_long_key_over_many_entries_costs_no_more_than_the_body() -> None:

@@ -17,6 +17,12 @@ from tests.server.running import CHAT, COMPLETIONS, MODEL, Running
 HI = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": WEATHER["parameters"]}}
 ANTHROPIC = {"name": "get_weather", "input_schema": WEATHER["parameters"]}
+BLOCKS = [
+    {"role": "system", "content": [{"type": "text", "text": "be brief"}]},
+    {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+    {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}, {"type": "text", "text": "hello"}]},
+    *HI,
+]
 REQUESTS: list[tuple[str, dict[str, Any]]] = [
     (COMPLETIONS, {"prompt": "x", "max_tokens": 3, "n": 2}),
     (
@@ -32,6 +38,7 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
     ("/v1/responses/input_tokens", {"input": "hi"}),
     ("/v1/messages", {"model": MODEL, "max_tokens": 99, "messages": HI, "tools": [ANTHROPIC]}),
     ("/v1/messages", {"model": MODEL, "max_tokens": 2, "messages": HI}),
+    ("/v1/messages", {"model": MODEL, "max_tokens": 0, "messages": BLOCKS}),
     ("/v1/messages/count_tokens", {"model": MODEL, "messages": HI}),
     ("/v1/embeddings", {"input": ["a", "b"]}),
     ("/v1/embeddings", {"input": [5], "encoding_format": "base64"}),
@@ -45,6 +52,7 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
 
 CALLED = {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f"}}]}
 DESCRIBED = [CALLED, {"role": "tool", "tool_call_id": "1", "content": "x"}, {"role": "assistant", "content": "x"}]
+THOUGHT, ROLES = {"type": "redacted_thinking", "data": "x"}, ("system", "user")
 WRONG: list[tuple[str, dict[str, Any]]] = [
     (CHAT, {"messages": []}),
     (CHAT, {"messages": [{"role": "user"}]}),
@@ -57,6 +65,24 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     (CHAT, {"messages": HI, "functions": [TOOL["function"]], "function_call": {"name": ""}}),
     ("/v1/responses", {"input": []}),
     ("/v1/messages", {"model": MODEL, "max_tokens": 2, "messages": []}),
+    *(
+        ("/v1/messages", {"model": MODEL, "max_tokens": 2, "messages": [{"role": role, "content": [THOUGHT]}]})
+        for role in ROLES
+    ),
+    ("/v1/messages", {"model": MODEL, "max_tokens": -1, "messages": HI}),
+    (
+        "/v1/messages",
+        {"model": MODEL, "max_tokens": 2, "messages": HI, "tools": [ANTHROPIC], "tool_choice": {"type": "tool"}},
+    ),
+    *((CHAT, {"messages": HI, name: 0}) for name in ("max_tokens", "max_completion_tokens")),
+    *(("/v1/responses", {"input": "hi", name: 0}) for name in ("max_tokens", "max_output_tokens")),
+    ("/v1/responses", {"input": "hi", "text": {"format": {"type": "json_schema", "name": "x"}}}),
+    (CHAT, {"messages": HI, "response_format": {"type": "json_schema"}}),
+    (CHAT, {"messages": HI, "tools": [{"type": "custom", "custom": {"name": "f", "format": {"type": "grammar"}}}]}),
+    ("/tokenize", {}),
+    ("/tokenize", {"prompt": "a", "content": "b"}),
+    ("/detokenize", {}),
+    ("/detokenize", {"tokens": [5], "ids": [5]}),
 ]
 """Wrong, and described as such: what schemathesis could not tell from right ones before."""
 
@@ -100,6 +126,16 @@ def test_references_lead_somewhere(document: dict[str, Any]) -> None:
     assert names <= set(document["components"]["schemas"])
     for schema in document["components"]["schemas"].values():
         jsonschema.Draft202012Validator.check_schema(schema)
+
+
+def test_bounds_of_numbers_are_described(document: dict[str, Any]) -> None:
+    schemas = document["components"]["schemas"]
+    assert schemas["ChatRequest"]["properties"]["n"] | {"title": "N"} == {
+        **{"type": "integer", "minimum": 1, "maximum": 128, "default": 1, "title": "N"}
+    }
+    for schema in schemas.values():
+        for name, field in schema.get("properties", {}).items():
+            assert not {"ge", "le", "gt", "lt"} & {key for kind in field.get("anyOf", [field]) for key in kind}, name
 
 
 @pytest.mark.parametrize(("path", "body"), REQUESTS)

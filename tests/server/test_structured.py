@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -68,6 +69,51 @@ def test_tags_name_what_follows_their_trigger() -> None:
     assert any(line.startswith("tag_1: tag_1_head %json {") and line.endswith("}") for line in lark)
 
 
+TAG = {"triggers": ["<"], "structures": [{"begin": "<", "schema": {}, "end": ""}]}
+OPEN = "a\\"
+"""A regex that breaks off."""
+IN_LARK = "start: A\nA: %json "
+
+
+@pytest.mark.parametrize(
+    ("kind", "source"),
+    [
+        ("regex", OPEN),
+        ("json", {"type": "string", "pattern": OPEN}),
+        ("json", {"type": "string", "pattern": "\\" * 3}),
+        ("json", {"properties": {"default": {"items": [{"not": {"pattern": OPEN}}]}}}),
+        ("json", {"patternProperties": {OPEN: {}}}),
+        ("json", {"$defs": {"enum": {"anyOf": [{"pattern": OPEN}]}}}),
+        ("structural_tag", {"triggers": ["<"], "structures": [{"begin": "<", "schema": {"pattern": OPEN}, "end": ""}]}),
+        ("lark", IN_LARK + json.dumps({"pattern": OPEN})),
+        ("grammar", IN_LARK + "{}\nB: %json " + json.dumps({"pattern": OPEN})),
+    ],
+)
+def test_a_regex_that_breaks_off(kind: Kind, source: Any) -> None:
+    """The library would leave the backslash out."""
+    with pytest.raises(GrammarError, match="a backslash at the end"):
+        serialise(structure(kind, source))
+
+
+def test_white_space_that_breaks_off() -> None:
+    for asked in (structure("json", {}), structure("structural_tag", TAG)):
+        with pytest.raises(GrammarError, match="a backslash at the end"):
+            serialise(replace(asked, whitespace=OPEN))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"pattern": "a\\\\"},
+        {"const": {"pattern": OPEN}},
+        {"enum": [OPEN, {"pattern": OPEN}], "default": {"pattern": OPEN}},
+        {"properties": {"pattern": {"type": "string"}, OPEN: {}}, "pattern": 5},
+    ],
+)
+def test_what_only_looks_like_such_a_regex(schema: dict[str, Any]) -> None:
+    assert serialise(structure("json", schema))
+
+
 # ---- structures ----
 
 
@@ -104,10 +150,24 @@ async def test_good_ones_pass_and_are_remembered(structures: Structures) -> None
     assert await structures.grammar(other) == serialise(other), "who has died is started anew"
 
 
+async def test_every_character_may_be_chosen(structures: Structures, smol: Tokenizer) -> None:
+    written = [
+        chr(code) for code in range(0x100) if smol.decode(smol.encode(chr(code), add_special_tokens=False)) == chr(code)
+    ]
+    assert len(written) > 200
+    texts = ["".join(written), "\u2028\ufeff\ue000\ufdd0\U0010ffff"]
+    assert await structures.grammar(structure("choice", texts))
+    for number in ("41", "u0041", "U00000041"):
+        escape = number if number[0] in "uU" else f"x{number}"
+        assert "A1B" in serialise(structure("grammar", rf'root ::= "\{escape}1\x42"'))
+    assert r"[\x5d\x2d]" in serialise(structure("grammar", r"root ::= [\u005d\u002d]"))
+
+
 async def test_bad_ones_say_why(structures: Structures) -> None:
     cases: list[tuple[Structure, str]] = [
         (structure("regex", "("), "unclosed group"),
         (structure("regex", "a\\"), "backslash"),
+        (structure("json", {"type": "string", "pattern": "a\\"}), "backslash"),
         (structure("json", {"type": "nope"}), "nope"),
         (structure("json", {"not": {}}), "not"),
         (structure("json", {"$ref": "https://example.org/x"}), "example.org"),
@@ -247,6 +307,7 @@ def test_a_fault_is_told_before_any_header_of_a_stream(server: Running, path: st
     cases: list[tuple[dict[str, Any], str]] = [
         ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
         ({"structured_outputs": {"json": {"type": "nope"}}}, "structured_outputs.json"),
+        ({"structured_outputs": {"json": {"pattern": OPEN}}}, "structured_outputs.json"),
         ({"guided_grammar": "x"}, "guided_grammar"),
         ({"structured_outputs": {"regex": "x" * (MAX_CHARS + 1)}}, "structured_outputs.regex"),
     ]

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import json
 from typing import Any
 
+from model.config_fields import MAX_DEPTH
 from server.history import normalized
 from server.parsing.formats import HERMES, MISTRAL
 from server.template import Chat
@@ -48,6 +50,14 @@ def test_earlier_calls_become_text() -> None:
     assert said[3]["content"] == '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
 
 
+def test_arguments_that_are_nested_too_deeply_stay_a_text() -> None:
+    """There are depths that Python reads, and does not write."""
+    for levels in (MAX_DEPTH + 1, *range(900, 1000)):
+        text = '{"a":' * levels + "1" + "}" * levels
+        (said,) = described(Chat([{"role": "assistant", "tool_calls": [call(text)]}]), HERMES).messages
+        assert json.dumps({"arguments": text}) in said["content"]
+
+
 def test_messages_as_templates_expect_them() -> None:
     custom = {"id": "call_1", "type": "custom", "custom": {"name": "sh", "input": "ls"}}
     messages = normalized(
@@ -56,6 +66,8 @@ def test_messages_as_templates_expect_them() -> None:
             {"role": "assistant", "content": "a", "tool_calls": []},
             {"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}},
             {"role": "function", "name": "f", "content": "x"},
+            {"role": "assistant", "refusal": "No."},
+            {"role": "assistant", "content": "Yes.", "refusal": "No."},
         ]
     )
     (made,) = messages[0]["tool_calls"]
@@ -64,3 +76,4 @@ def test_messages_as_templates_expect_them() -> None:
     assert "tool_calls" not in messages[1]
     assert messages[2]["tool_calls"][0]["id"] == messages[3]["tool_call_id"]
     assert messages[3]["role"] == "tool"
+    assert messages[4:] == [{"role": "assistant", "content": text} for text in ("No.", "Yes.")]

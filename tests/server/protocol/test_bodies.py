@@ -118,6 +118,7 @@ CHAT_FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "u"}}]}]}, "messages"),
     ({"messages": [{"role": "assistant"}]}, "messages.0.content"),
+    ({"messages": [{"role": "assistant", "content": "x", "audio": {"id": "a"}}]}, "audio"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.tool_call_id"),
     ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "messages.0.tool_calls.0.function"),
     ({"top_logprobs": 2}, "top_logprobs"),

@@ -52,6 +52,23 @@ def test_order_of_chunks(server: Running, smol: Tokenizer) -> None:
         assert len({str(chunk[key]) for chunk in chunks}) == 1
 
 
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        ({"refusal": "I will not."}, "I will not."),
+        ({"reasoning_content": "hm"}, "<|im_start|>assistant\n<|im_end|>"),
+        ({"content": "", "tool_calls": []}, "<|im_start|>assistant\n<|im_end|>"),
+        ({"content": [], "refusal": None}, "<|im_start|>assistant\n<|im_end|>"),
+    ],
+)
+def test_what_an_assistant_said_without_content(server: Running, message: dict[str, Any], shown: str) -> None:
+    """Ours are such where all tokens went into reasoning: what comes from here must be taken back."""
+    said = {"role": "assistant", **message}
+    assert shown in server.chat(messages=[*HI, said, *HI], return_prompt_text=True).json()["prompt_text"]
+    for last in (said, {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}):
+        assert server.chat(messages=[*HI, last], continue_final_message=True).status_code == 200
+
+
 def test_logprobs_in_a_stream(server: Running) -> None:
     chunks = server.stream(CHAT, messages=HI, max_tokens=6, logprobs=True, top_logprobs=1)
     entries = [entry for part in deltas(chunks) if part["logprobs"] for entry in part["logprobs"]["content"]]

@@ -158,6 +158,7 @@ def test_a_template_of_the_request(open_server: Running) -> None:
         "{% if %}",
         "{{ x | nofilter }}",
         "{{ raise_exception('no') }}",
+        r"{{ raise_exception('\ud83d') }}",
         "{{ messages | tojson(indent=100000000) }}",
         "{{ 9" + "9" * 5000 + " }}",
         "{{ [1] | batch(1000000000) | list }}",

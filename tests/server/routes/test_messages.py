@@ -146,6 +146,13 @@ def test_a_call_that_is_cut_short(server: Running, smol: Tokenizer) -> None:
     assert block["input"] in ({}, {"city": "Ro"})
 
 
+def test_half_a_surrogate_pair_in_a_call(server: Running, smol: Tokenizer) -> None:
+    """The model may spell one out; the arguments come all the same."""
+    say(server, smol, CALL.replace("Rome", r"Rome \ud83d"))
+    (block,) = ask(server, tools=[WEATHER])["content"]
+    assert block["input"] == {"city": "Rome \ufffd"}
+
+
 def test_results_go_back(server: Running, smol: Tokenizer) -> None:
     say(server, smol, "Sunny.")
     used = {"type": "tool_use", "id": "toolu_1", "name": "get_weather", "input": {"city": "Röme"}}
@@ -195,7 +202,7 @@ BASE = {"model": MODEL, "max_tokens": 4, "messages": HI}
     ("fields", "param"),
     [
         ({"max_tokens": None}, "max_tokens"),
-        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
         ({"max_tokens": 5000}, "max_tokens"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, "messages.0.role"),
@@ -217,6 +224,7 @@ BASE = {"model": MODEL, "max_tokens": 4, "messages": HI}
         ({"system": [{"type": "image"}]}, "system.0"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0.type"),
         ({"tools": [{"name": "f"}]}, "tools.0.input_schema"),
+        ({"tools": [{**WEATHER, "input_schema": {"type": "array"}}]}, "tools.0.input_schema"),
         ({"tools": [WEATHER], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
         ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "no"}}, "tool_choice"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),

@@ -269,6 +269,7 @@ def test_a_failure_within_a_stream(server: Running) -> None:
         ({"input": "x", "truncation": "auto"}, "truncation"),
         ({"input": "x", "tools": [{"type": "web_search"}]}, "tools.0.type"),
         ({"input": "x", "tools": [{"type": "function"}]}, "tools.0.name"),
+        ({"input": "x", "tools": [{**WEATHER, "parameters": {"type": "array"}}]}, "tools.0.parameters"),
         ({"input": "x", "tool_choice": "required"}, "tool_choice"),
         ({"input": "x", "tools": [WEATHER], "tool_choice": {"type": "function", "name": "no"}}, "tool_choice"),
         ({"input": "x", "tools": [WEATHER], "tool_choice": {"type": "file_search"}}, "tool_choice"),

@@ -132,12 +132,16 @@ def test_work_on_texts_has_a_slot_and_a_thread(
         ("/tokenize", {"prompt": "a", "content": "b"}, "prompt"),
         ("/tokenize", {"prompt": 5}, "prompt"),
         ("/tokenize", {"messages": []}, "messages"),
+        *(
+            ("/tokenize", {"messages": [{"role": "user", "content": "a"}], name: "a"}, name)
+            for name in ("prompt", "content", "inputs")
+        ),
         ("/detokenize", {}, "tokens"),
         ("/detokenize", {"tokens": [-1]}, "tokens.0"),
         ("/detokenize", {"tokens": [10**6]}, "tokens"),
         ("/detokenize", {"tokens": ["a"]}, "tokens.0"),
         ("/detokenize", {"ids": [5] * 1_000_001}, "ids"),
-        ("/tokenize", {"inputs": "x" * (2**20 + 1)}, "prompt"),
+        *(("/tokenize", {name: "x" * (2**20 + 1)}, name) for name in ("prompt", "content", "inputs")),
     ],
 )
 def test_faults(server: Running, path: str, body: Any, param: str) -> None:

@@ -211,6 +211,19 @@ def test_one_call_where_calls_are_not_parallel(server: Running, smol: Tokenizer)
         assert functions(read(server, parallel_tool_calls=False)) == [("now", "{}")]
 
 
+def test_a_stop_string_is_for_the_content(server: Running, smol: Tokenizer) -> None:
+    """Where calls are all that may come there is none; the input of a custom tool alone is a text like others."""
+    say(server, smol, markup("get_weather", PARIS))
+    for read in (whole, streamed):
+        choice = read(server, tool_choice="required", stop=["\n", "}"])
+        assert (functions(choice), choice["finish_reason"]) == ([("get_weather", PARIS)], "tool_calls")
+        assert read(server, stop=["\n"])["finish_reason"] == "stop"
+    say(server, smol, "ls -l\nrm")
+    shell = {"type": "custom", "custom": {"name": "shell"}}
+    (call,) = whole(server, tools=[SHELL], tool_choice=shell, stop=["\n"])["message"]["tool_calls"]
+    assert call["custom"]["input"] == "ls -l"
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": []}, "tools"),
     ({"tools": [NOW] * 2}, "tools"),
@@ -221,6 +234,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "function", "function": {"name": "f" * 65}}]}, "tools.0.function.name"),
     ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]},
      "tools.0.function.parameters"),
+    *(({"tools": [{"type": "function", "function": {"name": "f", "parameters": parameters}}]},
+       "tools.0.function.parameters") for parameters in ({"properties": [1]}, {"required": "city"})),
     ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"enum": [0] * 10_001}}}]},
      "tools.0.function.parameters"),
     ({"tools": [{"type": "custom", "custom": {"name": "f", "format": {"type": "grammar"}}}]},
