@@ -229,7 +229,7 @@ class Engine:
             if count > 1 or row.start < sequence.prompt_len:
                 counters.computed_tokens += count
                 new = request.bill(row.start, row.start + count)
-            self._state.tenants.charge(request.tenant, new, len(drawn))
+            self._state.tenants.charge(request.tenant, new, len(drawn), row.start + count - new / 2)
             self._advance(sequence, count)
             if request.prompt_values is not None:
                 values = result.prompt_logprobs[number]
