@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from kvpool.formats import FORMATS, KVLayout
-from kvpool.plane import Plane
 from kvpool.rotation import rotation
 from kvpool.storage import KVStorage
 from model.attention.base import Attention
@@ -84,13 +83,13 @@ def _attention(
     plain.write_at(0, qk[:, heads:], qkv[:, heads + kv_heads :], whole.blocks, whole.offsets)
     name = f"{heads}/{kv_heads}x{dim} {kv}"
     for part in ("keys", "values"):
-        found, expected = (_read(pool, part, whole) for pool in (storage, plain))
+        found, expected = (_read(pool, part, whole, kv_heads) for pool in (storage, plain))
         off = (found - expected).abs() > 0.02 * expected.abs().amax(-1, keepdim=True)
         yield Check(f"write {part} {name}", float(off.double().mean()), 2e-3)
 
     query = qk[:, :heads].to(dtype)[_chosen(rows, lengths).to(device)]
     out = attention(query, storage, 0, step, scale=dim**-0.5, window=window, softcap=softcap)
-    k, v = (_turned_back(storage, part, whole) for part in ("keys", "values"))
+    k, v = (_turned_back(storage, part, whole, kv_heads) for part in ("keys", "values"))
     wanted = query.double()
     if storage.fit is not None:
         k = k * storage.fit.data[0, 2].double()  # without the shift, which moves all scores of a query alike
@@ -143,18 +142,17 @@ def _chosen(rows: list[tuple[int, int]], lengths: list[int]) -> Tensor:
     )
 
 
-def _read(storage: KVStorage, part: str, inputs: StepInputs) -> Tensor:
-    """What the pool holds of each token, float32 [tokens, kv_heads, head_dim]. `part`: keys or values."""
-    plane: Plane = getattr(storage, part)
-    kv_heads, device = plane.tiles.shape[2], inputs.blocks.device
-    sink = storage.fit.sink(0) if storage.fit is not None and part == "keys" else None
+def _read(pool: KVStorage, part: str, inputs: StepInputs, kv_heads: int) -> Tensor:
+    """What the pool holds of each token, float32 [tokens, kv_heads, head_dim]."""
+    device, plane = inputs.blocks.device, pool.keys if part == "keys" else pool.values
+    sink = pool.fit.sink(0) if pool.fit is not None and part == "keys" else None
     tiles = (inputs.blocks[:, None] * kv_heads + torch.arange(kv_heads, device=device)).flatten()
     found = plane.read(0, tiles, sink).view(len(inputs.blocks), kv_heads, plane.block_size, plane.head_dim)
     return found[torch.arange(len(found), device=device), :, inputs.offsets]
 
 
-def _turned_back(storage: KVStorage, part: str, inputs: StepInputs) -> Tensor:
-    plane: Plane = getattr(storage, part)
-    found = _read(storage, part, inputs).double()
+def _turned_back(pool: KVStorage, part: str, inputs: StepInputs, kv_heads: int) -> Tensor:
+    found = _read(pool, part, inputs, kv_heads).double()
+    plane = pool.keys if part == "keys" else pool.values
     rotated = plane.codec is not None and plane.codec.rotated
     return found @ rotation(plane.head_dim, found.device).double() if rotated else found

@@ -4,7 +4,8 @@
     an item of work       such a tile and a range of its keys; which there are: `model.gpu.plan`
     its keys              taken TILE at a time from wherever their blocks lie, with the softmax that goes along
 
-Scales of codes multiply columns of scores, and of the weights of values; tiles are never rescaled.
+Scales of codes multiply columns of scores, and of the weights of values; tiles are never rescaled. The score of a key
+whose scale is below zero is beside the query's with the sink (`kvpool.fit`).
 """
 
 import torch
@@ -26,7 +27,7 @@ def attend(
     query,
     keys,
     values,
-    sinks,
+    sink,
     out,
     parts,
     weights,
@@ -57,10 +58,9 @@ def attend(
 ):
     """One item for one key head.
 
-    query [tokens, KV_HEADS · GROUP, DIM], rotated where keys are; out likewise, contiguous. sinks [KV_HEADS, DIM] of
-    coded keys. A part of a context goes to parts float32 [parts, KV_HEADS, ROWS, DIM], divided by its own sum, and the
-    log₂ of that to weights [parts, KV_HEADS, ROWS]. row_starts, starts, tables: as in StepInputs, int32; width [1] that
-    of tables.
+    query [tokens, KV_HEADS · GROUP, DIM], rotated where keys are; out likewise, contiguous. A part of a context goes to
+    parts float32 [parts, KV_HEADS, ROWS, DIM], divided by its own sum, and the log₂ of that to weights [parts,
+    KV_HEADS, ROWS]. row_starts, starts, tables: as in StepInputs, int32; width [1] that of tables.
     """
     H: tl.constexpr = DIM // 2
     item, head = tl.program_id(0), tl.program_id(1)
@@ -84,10 +84,12 @@ def attend(
     here = head * GROUP + m % GROUP
     at = query + (token + m // GROUP) * stride + here * DIM + d
     q0, q1 = tl.load(at, mask=mask, other=0.0).to(DOT), tl.load(at + H, mask=mask, other=0.0).to(DOT)
+
+    sunk = tl.zeros([ROWS, 1], tl.float32)  # each query's score with the sink
     if KEY_BITS <= 8:
-        s0 = tl.load(sinks + head * DIM + d, mask=d < H, other=0.0)
-        s1 = tl.load(sinks + head * DIM + d + H, mask=d < H, other=0.0)
-        pull = tl.sum(q0.to(tl.float32) * s0 + q1.to(tl.float32) * s1, axis=1, keep_dims=True)
+        centre = sink + head * DIM + d
+        sunk = tl.sum(q0.to(tl.float32) * tl.load(centre, mask=d < H, other=0.0), axis=1, keep_dims=True)
+        sunk += tl.sum(q1.to(tl.float32) * tl.load(centre + H, mask=d < H, other=0.0), axis=1, keep_dims=True)
 
     top = tl.full([ROWS, 1], float("-inf"), tl.float32)
     total = tl.zeros([ROWS, 1], tl.float32)
@@ -105,8 +107,8 @@ def attend(
         scores = tl.dot(q1, k1, tl.dot(q0, k0, input_precision="tf32x3"), input_precision="tf32x3")
         if KEY_BITS <= 8:
             found = tl.load(scale_at(keys, tile, slot, DIM, BLOCK, KEY_BITS), mask=inside, other=0.0)
-            factor = found.to(tl.float32)[None, :]
-            scores = scores * tl.abs(factor) + tl.where(factor < 0.0, pull, 0.0)
+            found = found.to(tl.float32)[None, :]
+            scores = scores * tl.abs(found) + tl.where(found < 0.0, sunk, 0.0)
         scores *= scale
         if CAPPED:
             scores = softcap - 2.0 * softcap / (tl.exp(scores * (2.0 / softcap)) + 1.0)
@@ -220,7 +222,7 @@ def attention(
                 "query": query,
                 "keys": storage.k[layer],
                 "values": storage.v[layer],
-                "sinks": query if storage.fit is None else storage.fit.sink(layer),
+                "sink": query if storage.fit is None else storage.fit.sink(layer),
                 "out": out,
                 "parts": parts,
                 "weights": weights,

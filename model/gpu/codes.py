@@ -9,6 +9,7 @@ import triton.language as tl
 
 SPREAD = tl.constexpr(46.47)
 LARGEST = tl.constexpr(65504.0)
+SMALLEST = tl.constexpr(2.0**-24)
 ROUND = tl.constexpr(12582912.0)  # 1.5 · 2²³: adding it leaves a float32 no place for a fraction
 
 # Four bytes of codes become 4 low and 4 high bfloat16 values. A nibble without its sign selects a byte of eight, which
@@ -163,7 +164,7 @@ def store(
     plane,
     x0,
     x1,
-    sign,
+    sinks,
     tile,
     slot,
     d,
@@ -175,7 +176,9 @@ def store(
     UNBIASED: tl.constexpr,
 ):
     """Write vectors, float32 halves [n, HALF], rotated already where their codec rotates them; tile and slot [n, 1].
-    `sign` of the scale: -1 for what a key has beside the sink, which `x0` and `x1` then are."""
+
+    UNBIASED: they are keys; where `sinks` [n, 1], what these have beside the sink.
+    """
     H: tl.constexpr = DIM // 2
     SIZE: tl.constexpr = BLOCK * (DIM * BITS // 8 + 2) if BITS <= 8 else BLOCK * DIM
     real = d < H
@@ -207,7 +210,9 @@ def store(
                 )
             scale = (tl.minimum(tl.where(square == 0.0, 0.0, found), LARGEST) + broken).to(tl.float16)
             tl.store(plane + tile * SIZE + slot * H + d, (n0 | (n1 << 4)).to(tl.uint8), mask=mask)
-        scale = tl.where(sign < 0.0, tl.minimum(-scale, -(2.0**-24)), scale).to(tl.float16)
+        if UNBIASED:
+            size = scale.to(tl.float32)
+            scale = tl.where(sinks, -tl.where(size < SMALLEST, SMALLEST, size), size).to(tl.float16)
         tl.store(scale_at(plane, tile, slot, DIM, BLOCK, BITS), scale, mask=inside)
 
 
