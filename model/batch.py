@@ -8,6 +8,9 @@ A row is one sequence's part of a step; prefill, chunk, decode and resume differ
 
 A row that draws may carry a draft, guessed tokens behind its last one (`model.speculation`): it then draws after each
 of them too, as far as the guesses are right.
+
+A batch may be launched while the one before it is under way. What a row of it begins with is then perhaps a token that
+nobody has read yet: `Row.source` says which row of that one draws it, and it need not leave the device.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ class Row:
     """One sequence's part of a step. `tokens` and `blocks` are the owner's lists: read only until it is collected."""
 
     tokens: list[int]
-    """Every token known so far, prompt and generated."""
+    """Every token known so far, prompt and generated; `length` of them, or one less until `source` has drawn it."""
     prompt_len: int
     start: int
     """tokens[start : start + count] are computed; everything before lies in the pool."""
@@ -48,11 +51,21 @@ class Row:
     samples: bool = True
     """Whether a token is drawn after the row's last token."""
     draft: list[int] = field(default_factory=list)
-    """Tokens guessed to follow; computed too, so `blocks` covers them. Only where start + count == len(tokens)."""
+    """Tokens guessed to follow; computed too, so `blocks` covers them. Only where start + count == length, and `source`
+    is -1."""
     matcher: Matcher | None = None
     """Says what may be drawn. It has followed `tokens`; the draft is valid to it."""
     pooled: Vector | None = None
     """Where `params.pooling` asks for it: what the row's step before this one gave in `StepResult.pooled`."""
+    length: int = 0
+    """Tokens of the sequence, the one that `source` draws included; 0 as it is made: those in `tokens`."""
+    source: int = -1
+    """The row of `Batch.after` that draws tokens[start], where that was not read yet; start + 1 == length then. If that
+    row draws none, nobody will look at what this one brings: any token does. -1: all tokens are known."""
+
+    def __post_init__(self) -> None:
+        if not self.length:
+            self.length = len(self.tokens)
 
 
 @dataclass(slots=True)
@@ -61,6 +74,8 @@ class Batch:
 
     rows: list[Row]
     copies: list[tuple[int, int]] = field(default_factory=list)
+    after: Pending | None = None
+    """The step that is under way, where a row has a `source` in it."""
 
 
 @dataclass(slots=True)

@@ -27,7 +27,7 @@ def is_edited(row: Row) -> bool:
         or params.logit_bias
         or params.bad_words
         or params.allowed_token_ids is not None
-        or (params.stop_token_ids and len(row.tokens) - row.prompt_len < params.min_tokens)
+        or (params.stop_token_ids and row.length - row.prompt_len < params.min_tokens)
     )
 
 
@@ -81,7 +81,7 @@ def constrain(scores: torch.Tensor, masks: Mapping[int, Mask], kernels: Kernels 
 def _banned(row: Row) -> list[int]:
     """Tokens that would complete a bad word, and the stop tokens while too few tokens are generated."""
     params, tokens = row.params, row.tokens
-    ids = list(params.stop_token_ids) if len(tokens) - row.prompt_len < params.min_tokens else []
+    ids = list(params.stop_token_ids) if row.length - row.prompt_len < params.min_tokens else []
     for word in params.bad_words:
         before = len(word) - 1
         # The beginning of a word may stand at the end of the prompt: what counts is that the text would contain it.

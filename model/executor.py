@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -26,7 +26,8 @@ PROMPT_ROWS = 64
 
 
 class Runner:
-    """See `model.batch.Executor`. Depth 0 on a CPU; on a GPU `execute` only enqueues, and `result` waits."""
+    """See `model.batch.Executor`. On a CPU `execute` computes the layers and `result` draws; on a GPU `execute` only
+    enqueues, and `result` waits."""
 
     def __init__(
         self, model: Model, storage: KVStorage, max_num_batched_tokens: int, kernels: Kernels | None = None
@@ -45,16 +46,21 @@ class Runner:
             if batch.copies:
                 self.storage.copy(batch.copies)
             if not batch.rows:
-                return Step(lambda: StepResult([], [], []))
+                return Step(None)
+            rows = batch.rows  # All that the Step may hold of the batch, whose `after` holds the step before.
             inputs = self._builder.build(batch)
+            if inputs.unread:
+                assert isinstance(batch.after, Step)
+                places, sources = zip(*inputs.unread, strict=True)
+                inputs.token_ids[list(places)] = batch.after.drawn(sources).to(inputs.device)
             if self.model.reads_unwritten:
                 clean(self.storage, inputs.opened)
             hidden = self.model.forward(inputs, self.storage)
             logits = self.model.logits(hidden.index_select(0, inputs.sampled)) if len(inputs.sampled) else None
             starts = inputs.row_starts.tolist()
-            prompts = self._prompts(batch.rows, starts, hidden)
-            states = {n: hidden[starts[n] : starts[n + 1]] for n, row in enumerate(batch.rows) if row.params.pooling}
-        return Step(lambda: self._collect(batch.rows, logits, prompts, states))
+            prompts = self._prompts(rows, starts, hidden)
+            states = {n: hidden[starts[n] : starts[n + 1]] for n, row in enumerate(rows) if row.params.pooling}
+        return Step(lambda: self._collect(rows, logits, prompts, states))
 
     def _collect(
         self,
@@ -116,15 +122,21 @@ class Runner:
 
 @dataclass(slots=True)
 class Step:
-    """A step under way: `finish` waits for it, once."""
+    """A step under way: `finish` waits for it, and is let go then with the tensors that it holds."""
 
-    finish: Callable[[], StepResult]
-    done: StepResult | None = None
+    finish: Callable[[], StepResult] | None
+    done: StepResult = field(default_factory=lambda: StepResult([], [], []))
 
     def result(self) -> StepResult:
-        if self.done is None:
+        if self.finish is not None:
             self.done = self.finish()
+            self.finish = None
         return self.done
+
+    def drawn(self, rows: Sequence[int]) -> Tensor:
+        """The tokens that these rows drew, for a step that begins with them; 0 for a row that drew none."""
+        tokens = self.result().tokens
+        return torch.tensor([(tokens[row] or [0])[0] for row in rows]).clamp_(min=0)
 
 
 __all__ = ["Runner", "Step"]

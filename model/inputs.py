@@ -46,6 +46,7 @@ class StepInputs:
         "starts",
         "tables",
         "token_ids",
+        "unread",
     )
 
     def __init__(self, packed: Tensor, sampled: Tensor, block_size: int) -> None:
@@ -75,6 +76,8 @@ class StepInputs:
         """[R] starts + counts."""
         self.tables: Ints
         """[R, most blocks of any row], padded with the null block 0."""
+        self.unread: list[tuple[int, int]]
+        """Places among the T tokens that are still to be filled, and the rows of the step before that draw them."""
         self.plans: dict[Hashable, Any] = {}
         """What `plan` has made so far."""
 
@@ -103,7 +106,7 @@ class StepInputs:
 
 def draws(row: Row) -> bool:
     """Whether a token is drawn after the row: its last token, its draft aside, is the last that is known."""
-    return row.samples and row.start + row.count == len(row.tokens)
+    return row.samples and row.start + row.count == row.length
 
 
 class InputBuilder:
@@ -133,11 +136,15 @@ class InputBuilder:
         tables = np.zeros((len(rows), int(needed.max())), np.int64)
         tokens: list[int] = []
         sampled: list[int] = []
+        unread: list[tuple[int, int]] = []
         for number, (row, blocks) in enumerate(zip(rows, needed.tolist(), strict=True)):
             if len(row.blocks) < blocks:
                 raise ValueError(f"row {number} needs {blocks} blocks and its table has {len(row.blocks)}")
             tables[number, :blocks] = row.blocks[:blocks]
-            if row.count == 1:
+            if row.source >= 0:
+                unread.append((len(tokens), row.source))
+                tokens.append(0)
+            elif row.count == 1:
                 tokens.append(row.tokens[row.start])
             else:
                 tokens += row.tokens[row.start : row.start + row.count]
@@ -152,10 +159,10 @@ class InputBuilder:
         packed[_POSITIONS] = positions
         columns, packed[_OFFSETS] = np.divmod(positions, size)
         packed[_BLOCKS] = tables[owner, columns]
-        packed[_LENGTHS] = np.maximum(np.array([len(row.tokens) for row in rows], np.int64)[owner], positions + 1)
+        packed[_LENGTHS] = np.maximum(np.array([row.length for row in rows], np.int64)[owner], positions + 1)
         inputs = StepInputs(self._move(packed), self._move(np.array(sampled, np.int64)), size)
         inputs.row_starts, inputs.starts, inputs.counts, inputs.contexts = row_starts, starts, counts, contexts
-        inputs.tables = tables
+        inputs.tables, inputs.unread = tables, unread
         return inputs
 
     def _move(self, array: Ints) -> Tensor:

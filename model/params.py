@@ -50,6 +50,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Set: nothing is generated (`max_tokens` is 0); the prompt's hidden states become one vector. A mean needs all of
     them, so such a request reads no prefix cache either."""
 
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether what may be drawn depends on which tokens were drawn before, beside what the model says of them."""
+        return bool(
+            self.grammar is not None
+            or self.bad_words
+            or self.repetition_penalty != 1.0
+            or self.presence_penalty
+            or self.frequency_penalty
+        )
+
 
 class Logprob(msgspec.Struct, frozen=True, array_like=True):
     """Logprob of one token under the raw distribution, and of the likeliest alternatives (natural log, floor -9999)."""

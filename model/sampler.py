@@ -157,7 +157,7 @@ def _draw_there(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
 
 
 def _numbers(rows: Sequence[Row]) -> NDArray[np.float64]:
-    return uniforms([row.params.seed for row in rows], [row.index for row in rows], [len(row.tokens) for row in rows])
+    return uniforms([row.params.seed for row in rows], [row.index for row in rows], [row.length for row in rows])
 
 
 def inverse_cdf(probs: torch.Tensor, numbers: NDArray[np.float64]) -> NDArray[np.int64]:

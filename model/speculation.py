@@ -73,7 +73,8 @@ def positions(row: Row) -> list[Row]:
     """The row as it stands where it draws: as it is, and behind each token of its draft as if it had drawn that."""
     if not row.draft:
         return [row]
-    return [replace(row, tokens=row.tokens + row.draft[:i], draft=[]) for i in range(len(row.draft) + 1)]
+    places = range(len(row.draft) + 1)
+    return [replace(row, tokens=row.tokens + row.draft[:i], length=row.length + i, draft=[]) for i in places]
 
 
 def agreed(draft: list[int], drawn: list[int]) -> list[int]:

@@ -57,9 +57,12 @@ def assemble(config: EngineConfig, progress: Progress) -> tuple[Engine, Ready]:
         # A GPU's step time hardly depends on the chunk until the token budget is full: nothing to learn there.
         target_step_time=config.target_step_time if loaded.device.startswith("cpu") else None,
     )
+    # On a CPU the cores that would plan ahead are those that compute: there is nothing to overlap.
+    overlap = config.async_scheduling
+    depth = int(not loaded.device.startswith("cpu") if overlap is None else overlap)
     cost = CostModel(loaded.weight_bytes)
     distance = loaded.kv_distance
-    engine = Engine(pool, loaded.runner, limits, time.monotonic, cost, loaded.grammars, loaded.runner.storage)
+    engine = Engine(pool, loaded.runner, limits, time.monotonic, cost, loaded.grammars, loaded.runner.storage, depth)
     return engine, Ready(
         max_model_len=loaded.max_model_len,
         vocab_size=loaded.model_config.vocab_size,

@@ -37,3 +37,5 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """On a CPU: seconds that a step with a prompt chunk in it should not exceed."""
     num_speculative_tokens: int = 8
     """Longest draft of a sequence, in tokens; 0: no speculation."""
+    async_scheduling: bool | None = None
+    """Plan and launch a step while the one before it runs; None: not on a CPU, where the same cores would do both."""

@@ -13,7 +13,7 @@ from scheduler.policy import SchedulerState
 
 @dataclass(slots=True)
 class Counters:
-    """They never fall; the last three are of the last step."""
+    """They never fall, save the last three: of the step collected last. No tokens: the last call collected none."""
 
     preemptions: int = 0
     prefix_queried_tokens: int = 0
@@ -43,6 +43,7 @@ class Counters:
     def stats(self, state: SchedulerState, unborn: int) -> EngineStats:
         """With the state as it is now. `unborn`: sequences that wait for their leader."""
         usage, tier, size = state.pool.usage(), state.pool.tier, state.pool.block_size
+        tables = [*((s.table, s.num_computed) for s in state.running), *state.retired.tables]
         return EngineStats(
             running=len(state.running),
             waiting=len(state.waiting) + unborn,
@@ -51,7 +52,7 @@ class Counters:
             blocks_free=usage.free,
             blocks_cached=usage.cached,
             blocks_active=usage.active,
-            tokens_active=state.pool.tokens_held((s.table, s.num_computed) for s in state.running),
+            tokens_active=state.pool.tokens_held(tables),
             preemptions=self.preemptions,
             prefix_queried_tokens=self.prefix_queried_tokens,
             prefix_hit_tokens=self.prefix_hit_tokens,

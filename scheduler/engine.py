@@ -1,11 +1,16 @@
-"""Engine.step(): apply messages, plan, execute, collect, finish. No IO, no clock and no globals of its own.
+"""Engine.step(): apply messages, plan, launch, collect, report. No IO, no clock and no globals of its own.
 
-step n   apply ─ plan ─ launch ─ ─ ─ ─ collect ─ report         depth 0: a step is collected before it returns
-                               device
+depth 0     apply ─ plan ─ launch n ─ collect n ─ report                   a step is collected before step() returns
+depth 1     apply ─ plan ─ launch n+1 ─ collect n ─ report                 n+1 is planned and launched while n runs
+device      ──── n ───────────────┴──── n+1 ─────────────
+
+The depth is a number and no second way: a plan counts what is in flight as done (`scheduler.flight`), and at depth 0
+nothing is. Where the plan has nobody, or would preempt somebody, or a step fails, what is in flight is collected first.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 
@@ -19,7 +24,7 @@ from scheduler.budget import Budget
 from scheduler.compiling import Compiling
 from scheduler.cost import CostModel
 from scheduler.counters import Counters
-from scheduler.flight import Flight
+from scheduler.flight import Flight, look_ahead
 from scheduler.limits import Limits
 from scheduler.messages import Abort, FinishReason, Logprob, PromptLogprobs, Started, StepOutput, Submit
 from scheduler.phases import Phases
@@ -52,14 +57,23 @@ class Engine:
         cost: CostModel | None = None,
         grammars: Grammars | None = None,
         memory: BlockMemory | None = None,
+        depth: int = 0,
     ) -> None:
         """`clock` gives monotonic seconds. Without `grammars` requests that have one are refused. `memory`: the pool's,
-        where that has a tier."""
+        where that has a tier. `depth`: steps that are in flight while the next one is planned, 0 or 1."""
+        if depth not in (0, 1):
+            raise ValueError(f"depth must be 0 or 1, not {depth}")
         self._state = SchedulerState(pool, limits)
         self._phases = Phases(self._state)
         self._executor = executor
         self._clock = clock
         self._compiling = Compiling(grammars)
+        self._depth = depth
+        self._flights: deque[Flight] = deque()
+        self._launched = 0
+        """Steps so far."""
+        self._collected = 0.0
+        """When the last one was."""
         self._chunked: list[Sequence] = []
         self._counters = Counters()
         self._failed_steps = 0
@@ -72,23 +86,31 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether step() would compute anything. Where it would not, wait for a message."""
-        return bool(self._state.running or self._state.waiting or self._compiling)
+        return bool(self._busy or self._compiling)
+
+    @property
+    def _busy(self) -> bool:
+        return bool(self._state.running or self._state.waiting or self._flights)
 
     def step(self, inbox: Items[Message] = ()) -> StepOutput:
-        """Apply the messages and compute one step, if anybody has work. A row that fails ends alone: this raises only
-        where the runner fails whatever it is given."""
+        """Apply the messages, launch one step if anybody has work, and collect one. A row that fails ends alone: this
+        raises only where the runner fails whatever it is given."""
         self._report = Report()
-        for message in self._compiling.ready(inbox, idle=not (self._state.running or self._state.waiting)):
+        self._counters.step_tokens = 0  # Perhaps none is collected.
+        for message in self._compiling.ready(inbox, idle=not self._busy):
             if isinstance(message, Submit):
                 self._submit(message)
             else:
                 self._abort(message)
         self._phases.sweep()
-        if self._state.running or self._state.waiting:
-            step = self._plan()
-            if step.counts:
-                self._collect(self._launch(step))
-                self._phases.sweep()
+        if self._flights and self._flights[-1].stalls:
+            self._collect_all_but(0)
+        step = self._plan() if self._state.running or self._state.waiting else None
+        if step is not None and step.counts:
+            self._flights.append(self._launch(step))
+            self._collect_all_but(self._depth)
+        else:
+            self._collect_all_but(0)
         return self._report.output(self._counters.stats(self._state, self._phases.unborn), self._clock())
 
     def check(self) -> None:
@@ -141,6 +163,9 @@ class Engine:
                 state.reserved = now + RESERVED_SECONDS
             if step.victim is None:
                 break
+            if self._flights:  # What has ended by then may be enough; and nobody is preempted in flight.
+                self._collect_all_but(0)
+                continue
             self._phases.preempt(step.victim, yields=step.claimed is not None)
             self._counters.preemptions += 1
         state.rested = step.rested
@@ -170,6 +195,7 @@ class Engine:
         for sequence in self._chunked:
             sequence.chunked = False
         self._chunked.clear()
+        self._launched += 1
         rows: list[Row] = []
         for sequence, count in step.counts.items():
             start = sequence.num_computed
@@ -179,22 +205,44 @@ class Engine:
             if count > 1:
                 sequence.chunked = True
                 self._chunked.append(sequence)
-            tokens = sequence.tokens
             params = sequence.request.params
-            samples = end == len(tokens) and params.max_tokens > 0
-            row = Row(tokens, sequence.prompt_len, start, count, sequence.table.blocks, params, sequence.index, samples)
+            row = Row(sequence.tokens, sequence.prompt_len, start, count, sequence.table.blocks, params, sequence.index)
+            row.length += sequence.ahead
+            row.samples = end == row.length and params.max_tokens > 0
             row.matcher, row.pooled = sequence.matcher, sequence.request.pooled
+            if sequence.ahead:
+                row.source = sequence.slot
             rows.append(row)
+            sequence.num_computed, sequence.flown = end, self._launched
         work = self._speculation.attach(step, rows)
         if self.tiering is not None:
             self.tiering.save()
-        batch = Batch(rows, pool.take_copies())
+        stalls = self._depth > 0 and look_ahead(step, rows, self._state.limits, self._speculation)
+        batch = Batch(rows, pool.take_copies(), self._flights[-1].pending if self._flights else None)
         launched = self._clock()
-        return Flight(step, batch, isolation.launch(self._executor, batch), work, launched)
+        return Flight(self._launched, step, batch, isolation.launch(self._executor, batch), work, launched, stalls)
+
+    def _collect_all_but(self, left: int) -> None:
+        """Read steps in flight, the oldest first, until so many are left."""
+        while len(self._flights) > left:
+            self._collect(self._flights.popleft())
+        self._phases.sweep()
+
+    def _abandon(self) -> None:
+        """A step failed: those behind it are ended, and their rows are to be computed anew."""
+        while self._flights:
+            flight = self._flights.pop()
+            isolation.end(flight.pending)
+            for row, sequence in zip(flight.batch.rows, flight.plan.counts, strict=True):
+                sequence.num_computed, sequence.ahead = row.start, int(row.source >= 0)
+                if row.draft:
+                    self._state.pool.trim(sequence.table, row.start + row.count)
 
     def _collect(self, flight: Flight) -> None:
-        outcome = isolation.collect(self._executor, flight.batch, flight.pending)
-        seconds = self._clock() - flight.launched
+        outcome = isolation.collect(self._executor, flight.batch, flight.pending, self._abandon)
+        self._phases.land(self._flights[0].number - 1 if self._flights else self._launched)
+        now = self._clock()
+        seconds, self._collected = now - max(flight.launched, self._collected), now
         counters = self._counters
         rows = flight.batch.rows
         counters.step(rows, outcome, seconds)
@@ -210,11 +258,13 @@ class Engine:
         result = outcome.result
         for number, (sequence, count) in enumerate(flight.plan.counts.items()):
             if sequence.phase is Phase.FINISHED:
-                continue  # With another beam of its search, which failed in this step.
+                continue  # While this step was in flight, or with another beam of its search.
             if number in failures:
                 self._fail(sequence, FAILED)
                 continue
-            row, drawn = rows[number], result.tokens[number]
+            row, drawn, end = rows[number], result.tokens[number], rows[number].start + count
+            if row.samples and sequence.ahead:
+                sequence.ahead -= 1
             if BAD_LOGITS in drawn[:1]:
                 if row.draft:  # Perhaps the draft's fault: compute it anew without one.
                     self._speculation.bar(sequence)
@@ -228,12 +278,12 @@ class Engine:
             request, new = sequence.request, 0
             if count > 1 or row.start < sequence.prompt_len:
                 counters.computed_tokens += count
-                new = request.bill(row.start, row.start + count)
+                new = request.bill(row.start, end)
             self._state.tenants.charge(request.tenant, new, len(drawn))
-            self._advance(sequence, count)
+            self._commit(sequence, row.start, end)
             if request.prompt_values is not None:
                 values = result.prompt_logprobs[number]
-                whole = request.collect_prompt(row.start, sequence.num_computed, values)
+                whole = request.collect_prompt(row.start, end, values)
                 if whole is not None:
                     self._report.prompt_logprobs.append(PromptLogprobs(request.id, whole))
             if drawn and request.beams is not None:
@@ -247,13 +297,11 @@ class Engine:
                     counters.accepted_tokens += len(drawn) - 1
             elif request.params.pooling is not None:
                 self._pool(sequence, result.pooled[number])
-            elif sequence.num_computed == len(sequence.tokens):  # Nothing is to be generated, by anyone.
+            elif end == row.length:  # Nothing is to be generated, by anyone.
                 self._end(request, FinishReason.LENGTH)
 
-    def _advance(self, sequence: Sequence, count: int) -> None:
-        """So many tokens more are computed. Blocks that this has filled become findable."""
-        start = sequence.num_computed
-        sequence.num_computed = end = start + count
+    def _commit(self, sequence: Sequence, start: int, end: int) -> None:
+        """Tokens start, …, end - 1 are computed. Blocks that this has filled become findable."""
         pool = self._state.pool
         if end // pool.block_size > start // pool.block_size:
             pool.commit(sequence.table, sequence.tokens, end, sequence.salt)
@@ -263,7 +311,8 @@ class Engine:
         """Append what a row drew, until it ends the sequence. All but the last were in its draft, hence computed."""
         for place, token in enumerate(drawn):
             if place:
-                self._advance(sequence, 1)
+                sequence.num_computed += 1
+                self._commit(sequence, sequence.num_computed - 1, sequence.num_computed)
             self._append(sequence, token, logprobs[place] if place < len(logprobs) else None)
             if sequence.phase is Phase.FINISHED:
                 break

@@ -15,10 +15,11 @@ class StateCorrupt(AssertionError):
 def check(state: SchedulerState, requests: Iterable[Request]) -> None:
     """Raise StateCorrupt or PoolCorrupt where an invariant is broken. O(everything).
 
-    The pool's own (`KVPool.check`) over the tables of the running sequences and no others; every living sequence is in
-    exactly one place, the one its phase names; num_computed ≤ capacity of the table, and at least one token is left to
-    compute, save for a beam that waits for the others; who does not run holds no block; of a search either
-    all live beams run, or one and no other is born; a matcher has followed every token.
+    The pool's own (`KVPool.check`) over the tables of the running sequences, the retired ones, and no others; every
+    living sequence is in exactly one place, the one its phase names; num_computed ≤ capacity of the table, and at least
+    one token is left to compute, save for a beam that waits for the others and a row in flight that waits for its own;
+    only who is in flight has tokens ahead; who does not run holds no block; of a search either all live beams run, or
+    one and no other is born; a matcher has followed every token.
     """
     places = {Phase.RUNNING: list(state.running), Phase.WAITING: list(state.waiting), Phase.UNBORN: list[Sequence]()}
     size = state.pool.block_size
@@ -55,12 +56,16 @@ def check(state: SchedulerState, requests: Iterable[Request]) -> None:
             computed = sequence.num_computed
             if phase is Phase.RUNNING:
                 _require(computed <= held * size, f"{sequence.rank}: {computed} tokens computed, {held} blocks")
-                beams, known = sequence.request.beams, len(sequence.tokens)
-                idle = beams is not None and beams.noted(sequence.index)
+                beams, known = sequence.request.beams, len(sequence.tokens) + sequence.ahead
+                flies = sequence.flown > state.retired.landed
+                idle = flies or (beams is not None and beams.noted(sequence.index))
+                _require(flies or not sequence.ahead, f"{sequence.rank}: {sequence.ahead} tokens come from nowhere")
                 _require(computed + (not idle) <= known <= sequence.limit, f"{sequence.rank}: nothing left to do")
             else:
-                _require(held == 0 == computed, f"{sequence.rank} holds {held} blocks and does not run")
-    state.pool.check(s.table for s in state.running)
+                _require(
+                    held == computed == sequence.ahead == 0, f"{sequence.rank} holds {held} blocks and does not run"
+                )
+    state.pool.check([*(s.table for s in state.running), *(table for table, _ in state.retired.tables)])
 
 
 def _require(condition: bool, message: str) -> None:

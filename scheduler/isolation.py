@@ -4,7 +4,8 @@
 
 Every row is tried twice before it fails. Trying again is sound: nothing of a step is committed before its result, a row
 writes only to positions ≥ its start in blocks that are its own, and it writes them again. Block copies are not
-repeated, for their source may have been written to since: they are a step of their own, before.
+repeated, for their source may have been written to since: they are a step of their own, before. A step launched behind
+one that raised is ended first, unread: it began with tokens, or keys, that never came.
 
 What ran out of memory gets it back first: an exception holds the frames it passed, and they the tensors of the step.
 """
@@ -13,7 +14,8 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from model.batch import BAD_GRAMMAR, BAD_LOGITS, Batch, Executor, Pending, Row, StepResult
@@ -61,22 +63,32 @@ class Broken:
 def launch(executor: Executor, batch: Batch) -> Pending:
     """Enqueue a step. Whatever its rows raise comes with the result."""
     if batch.copies:
-        executor.execute(Batch([], batch.copies)).result()
+        executor.execute(Batch([], batch.copies))
     try:
-        return executor.execute(Batch(batch.rows))
+        return executor.execute(Batch(batch.rows, after=batch.after))
     except Exception as error:
         traceback.clear_frames(error.__traceback__)  # the next step may be launched before this one is collected
         return Broken(error)
 
 
-def collect(executor: Executor, batch: Batch, pending: Pending) -> Outcome:
-    """Wait for a step. Where it raised, its rows are computed again in smaller parts; never raises for a row's
-    sake, only where the device is lost to the process."""
+def collect(executor: Executor, batch: Batch, pending: Pending, land: Callable[[], None] = lambda: None) -> Outcome:
+    """Wait for a step. Where it raised, its rows are computed again in smaller parts; never raises for a row's sake,
+    only where the device is lost to the process. `land` ends what was launched behind it, before that. All tokens of
+    its rows are known by now."""
     try:
         return Outcome(pending.result())
     except Exception as error:
         _note(error, len(batch.rows))
+    land()
+    for row in batch.rows:
+        row.source = -1
     return _again(executor, batch.rows)
+
+
+def end(pending: Pending) -> None:
+    """Wait for a step whose result does not matter, nor what it raised."""
+    with suppress(Exception):
+        pending.result()
 
 
 def out_of_memory(error: Exception) -> bool:

@@ -51,7 +51,7 @@ class Phases:
 
     def preempt(self, sequence: Sequence, yields: bool) -> None:
         """Release and recompute: back to the head of its queue; of a search, all beams. What was computed stays
-        findable for a while. `yields`: to another tenant, and not because the pool ran out."""
+        findable for a while. `yields`: to another tenant, and not because the pool ran out. Not while in flight."""
         state, request = self._state, sequence.request
         self._gather(sequence)
         self._empty(sequence)
@@ -99,6 +99,11 @@ class Phases:
         if request.alive == 0:
             del self.requests[request.id]
             state.tenants.leave(request.tenant)
+
+    def land(self, step: int) -> None:
+        """All steps up to this one have ended: the blocks that they wrote to may be had again."""
+        if self._state.retired.land(step):
+            self._state.closed = False
 
     def sweep(self) -> None:
         """Drop from the running list who runs no more."""
@@ -192,6 +197,6 @@ class Phases:
         sequence.hashes = source.hashes[: sequence.shared]
 
     def _empty(self, sequence: Sequence) -> None:
-        self._state.pool.release(sequence.table)
+        self._state.retired.take(sequence)
         sequence.num_computed = 0
         sequence.shared = 0

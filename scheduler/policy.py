@@ -11,7 +11,6 @@ streams of those that had more may sit a step out for them; and who is owed a pl
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from math import inf
 
@@ -22,6 +21,7 @@ from scheduler.estimate import OutputLengths, Peak
 from scheduler.fairness import Tenants
 from scheduler.limits import Limits
 from scheduler.resting import who_rests
+from scheduler.retired import Retired
 from scheduler.sequence import Sequence, seats_taken
 from scheduler.shares import Shares
 from scheduler.waiting import WaitingQueue
@@ -52,6 +52,11 @@ class SchedulerState:
     """The last step was one that somebody's streams sat out."""
     reserved: float = -inf
     """Until when one seat is left to claims: who comes again soon should not preempt somebody each time."""
+    retired: Retired = field(init=False)
+    """Blocks of sequences that ended while a step in flight writes to them."""
+
+    def __post_init__(self) -> None:
+        self.retired = Retired(self.pool)
 
     @property
     def tenants(self) -> Tenants:
@@ -125,9 +130,9 @@ def _plan(state: SchedulerState, budget: Budget, now: float, resting: frozenset[
     most = _most_decodes(state, budget)
     for sequence in state.running:
         start = sequence.num_computed
-        pending = len(sequence.tokens) - start
+        pending = len(sequence.tokens) + sequence.ahead - start
         if pending != 1:
-            if pending:  # else a beam that waits for the others of its search
+            if pending:  # else a beam that waits for the others of its search, or a row in flight for its token
                 prompts.append(_Prompt(sequence, start, pending))
             continue
         if resting and sequence.request.tenant in resting:
@@ -159,7 +164,7 @@ def _plan(state: SchedulerState, budget: Budget, now: float, resting: frozenset[
             if victim is not None:
                 return Plan(now, victim=victim, claimed=step.claimed, scarce=step.scarce)
         if state.waiting and (step.claimed is not None or opens):
-            prompts += _candidates(state, step, prompts, purse.tokens)
+            prompts += _candidates(state, step, purse.tokens)
         if prompts:
             _share_out(state.tenants, prompts, purse, step.claimed)
             victim = _place(state, step, prompts, free)
@@ -192,7 +197,7 @@ def _shares(state: SchedulerState) -> Shares:
 # ---- admission ----
 
 
-def _candidates(state: SchedulerState, step: Plan, running: Items[_Prompt], tokens: int) -> list[_Prompt]:
+def _candidates(state: SchedulerState, step: Plan, tokens: int) -> list[_Prompt]:
     """Waiting sequences that may begin now: they have a seat, and the predicted peak fits the pool."""
     pool = state.pool
     limits = state.limits
@@ -204,7 +209,8 @@ def _candidates(state: SchedulerState, step: Plan, running: Items[_Prompt], toke
         return []
     capacity = pool.num_usable - int(limits.watermark * pool.num_usable)
     peak = Peak(pool, state.running, state.lengths, capacity)
-    coming = [_next_block(p, pool.block_size) for p in running if p.sequence.chunked]
+    # The first block that is not findable yet, because it is still to be computed or to be collected.
+    coming = [(sequence, sequence.table.registered) for sequence in state.running if sequence.chunked]
     tried = _order(state.waiting)
     head = tried[0]
     if claimed is not None:
@@ -262,11 +268,6 @@ def _order(waiting: WaitingQueue) -> list[Sequence]:
             lanes.setdefault(sequence.request.tenant, []).append(sequence)
         shortest = [lanes[sequence.request.tenant].pop() for sequence in rest]
     return [head, *shortest]
-
-
-def _next_block(prompt: _Prompt, size: int) -> tuple[Sequence, int]:
-    """The first block of its prefix that the prompt has still to compute."""
-    return prompt.sequence, prompt.start // size
 
 
 def _comes(sequence: Sequence, coming: list[tuple[Sequence, int]], size: int) -> bool:
@@ -360,7 +361,7 @@ def _place(state: SchedulerState, step: Plan, prompts: list[_Prompt], free: int)
         placed.append(prompt)
         step.admitted[prompt.sequence] = hit
         if prompt.sequence.request.reads_cache:
-            coming.append(_next_block(prompt, size))
+            coming.append((prompt.sequence, prompt.start // size))
     prefill, product, reach = 0, 0.0, 0
     for prompt in placed:
         step.counts[prompt.sequence] = prompt.count

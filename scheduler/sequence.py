@@ -59,6 +59,7 @@ class Request:
         "prompt_values",
         "salt",
         "sequences",
+        "serial",
         "started",
         "tenant",
         "unborn",
@@ -88,6 +89,8 @@ class Request:
         """Logprobs of prompt tokens 1, 2, … so far; None once sent or never asked for."""
         self.pooled: Vector | None = None
         """Where `params.pooling` asks for it: the hidden states since it was admitted, pooled."""
+        self.serial = submit.search is not None or submit.params.reads_tokens
+        """Whether no step of its can be launched before the token of the one before is read."""
         limit = min(self.prompt_len + submit.params.max_tokens, capacity)
         self.beams: Beams | None = None
         if submit.search is not None:
@@ -167,9 +170,11 @@ class Sequence:
     """One stream of tokens. `num_computed` chases `len(tokens)`: prefill, chunk, decode and resume are one rule."""
 
     __slots__ = (
+        "ahead",
         "bypasses",
         "chunked",
         "drafter",
+        "flown",
         "hashes",
         "index",
         "limit",
@@ -183,6 +188,7 @@ class Sequence:
         "request",
         "salt",
         "shared",
+        "slot",
         "table",
         "tokens",
         "yields",
@@ -200,6 +206,13 @@ class Sequence:
         self.salt = b""
         """Of its prefix hashes."""
         self.num_computed = 0
+        """Those that a step in flight computes included."""
+        self.ahead = 0
+        """Tokens behind `tokens` that steps in flight draw for it, and that nobody has read."""
+        self.flown = 0
+        """Number of its last step."""
+        self.slot = 0
+        """Number of its row in that step."""
         self.table = BlockTable()
         self.hashes: list[bytes] = []
         """Prefix digests of the full blocks of `tokens`, as far as they were needed; only ever extended."""

@@ -18,7 +18,7 @@ from dataclasses import replace
 from kvpool.pool import KVPool
 from model.batch import Row
 from scheduler.cost import CostModel, Work
-from scheduler.drafter import Drafter
+from scheduler.drafter import LONG_GUESS, Drafter
 from scheduler.limits import Limits
 from scheduler.policy import Plan
 from scheduler.sequence import Phase, Sequence
@@ -28,6 +28,9 @@ LEAST_PRICE = 0.05
 
 GUESS_READS = 0.4
 """What a guess attends to costs so much of reading it once for the row's own token."""
+
+PROBE = 32
+"""Where steps overlap, a row without luck waits for one token in so many, to look for a draft."""
 
 
 class Speculation:
@@ -42,6 +45,8 @@ class Speculation:
         """Positions of a step that may draw: each needs memory for its logits."""
         self._switch = limits.rope_switch
         self._timed = limits.target_step_time is not None
+        self._price = 0.0
+        """Of a guess in the last step, in tokens."""
 
     def attach(self, step: Plan, rows: list[Row]) -> Work:
         """Put drafts on rows of a plan, whose own blocks are all there; the plan's work and theirs."""
@@ -53,10 +58,11 @@ class Speculation:
         seconds = self._cost.decode_seconds(work.rows, work.context)
         # All rows wait for a guess: for its row, and for what it reads of a context of the usual length.
         guess = work.rows * self._cost.row_seconds + GUESS_READS * work.context * self._cost.read_seconds
-        price = max(LEAST_PRICE, guess / seconds)
+        price = self._price = max(LEAST_PRICE, guess / seconds)
         drafted, read = 0, 0.0
         for row, sequence in zip(rows, step.counts, strict=True):
-            most = min(left - drafted, self._room(sequence)) if row.samples and row.count == 1 else 0
+            known = row.samples and row.count == 1 and row.source < 0
+            most = min(left - drafted, self._room(sequence)) if known else 0
             if most > 0:
                 if sequence.drafter is None:
                     sequence.drafter = Drafter(sequence.tokens)
@@ -66,6 +72,14 @@ class Speculation:
                 drafted += len(row.draft)
                 read += GUESS_READS * len(row.draft) * row.start
         return replace(work, rows=work.rows + drafted, context=work.context + int(read))
+
+    def awaits(self, sequence: Sequence, row: Row) -> bool:
+        """Whether a sequence had better wait for the token that this row draws, because it may have a draft then: the
+        last one was right, or it is time to look for one."""
+        if not self._most or self._price > LONG_GUESS or self._room(sequence) <= 0:
+            return False
+        lucky = sequence.drafter is not None and sequence.drafter.lucky
+        return lucky or row.length == row.prompt_len or row.length % PROBE == 0
 
     def settle(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         """A draft was verified: learn from it, and give back the blocks of what was wrong."""

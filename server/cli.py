@@ -48,7 +48,7 @@ def _help(field: FieldInfo) -> str:
 
 def _kind(field: FieldInfo, metavar: object) -> dict[str, Any]:
     """How argparse reads it. Values stay strings: Settings converts and judges them."""
-    if field.annotation is bool:
+    if bool in (field.annotation, *get_args(field.annotation)):
         return {"action": argparse.BooleanOptionalAction}
     if field.default_factory is not None:
         return {"action": "append", "metavar": metavar}

@@ -171,6 +171,9 @@ class Settings(BaseSettings):
     num_speculative_tokens: int = flag(
         8, "Scheduling", "tokens guessed at most from earlier text, where that pays; 0: none", "N", ge=0, le=64
     )
+    async_scheduling: bool | None = flag(
+        None, "Scheduling", "plan and launch a step while the one before it runs; by default on a GPU, not on a CPU"
+    )
     max_queued_requests: int = flag(
         2048, "Scheduling", "sequences that may wait beyond --max-num-seqs; more are refused with 429", "N", ge=0
     )

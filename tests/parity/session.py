@@ -22,8 +22,10 @@ Answers = list[list[int]]
 class Session:
     """One engine over a runner; `ask` runs requests to their end and keeps the engine for the next ones."""
 
-    def __init__(self, runner: Runner, *, blocks: int = 0, chunk: int = 512, seqs: int = 32, guesses: int = 0) -> None:
-        """`guesses`: tokens of a draft at most."""
+    def __init__(
+        self, runner: Runner, *, blocks: int = 0, chunk: int = 512, seqs: int = 32, guesses: int = 0, depth: int = 0
+    ) -> None:
+        """`guesses`: tokens of a draft at most. `depth`: the engine's."""
         storage_blocks = runner.storage.num_blocks
         switch = runner.model.rope_switch
         limits = Limits(
@@ -33,7 +35,7 @@ class Session:
             rope_switch=switch,
             num_speculative_tokens=guesses,
         )
-        self.engine = Engine(KVPool(blocks or storage_blocks, BLOCK), runner, limits, time.monotonic)
+        self.engine = Engine(KVPool(blocks or storage_blocks, BLOCK), runner, limits, time.monotonic, depth=depth)
         self.ids = itertools.count()
         self.preemptions = 0
         self.steps = 0

@@ -20,6 +20,7 @@ import pytest
 from kvpool.pool import KVPool
 from kvpool.tier import Tier
 from model.batch import BAD_LOGITS, NO_TOKEN, Batch, Row, StepResult
+from model.grammar import Grammars
 from model.params import Logprob, SamplingParams
 from scheduler import estimate
 from scheduler.beams import most_tokens
@@ -27,10 +28,10 @@ from scheduler.cost import CostModel
 from scheduler.engine import Engine, Message
 from scheduler.limits import Limits
 from scheduler.messages import Abort, BeamSearch, FinishReason, StepOutput, Submit
+from tests.scheduler.device import Device
 from tests.scheduler.searching import following, likeliest, search_slowly
 
 VOCAB = 40
-STOP = 7
 Cell = tuple[int, int, bool] | None
 
 
@@ -196,14 +197,16 @@ class World:
         limits: Limits | None = None,
         window: int | None = None,
         tier: Tier | None = None,
+        depth: int = 0,
     ) -> None:
-        """`blocks`: usable ones. `tier`: of blocks of 8 bytes a token."""
+        """`blocks`: usable ones. `tier`: of blocks of 8 bytes a token. `depth`: the engine's; 1 has a fake device."""
         self.now = 0.0
         self.limits = limits or Limits(max_num_seqs=16, max_num_batched_tokens=64, max_model_len=10_000)
         self.pool = KVPool(blocks + 1, block_size, prefix_caching, window, tier)
         self.runner = FakeRunner(blocks + 1, block_size, self._advance, self.limits.rope_switch, window)
         self.cost = CostModel()
-        self.engine = Engine(self.pool, self.runner, self.limits, lambda: self.now, self.cost, memory=self.runner)
+        self.device = Device(self.runner) if depth else None
+        self.engine = self.make_engine()
         self.capacity = min(blocks * block_size, self.limits.max_model_len)
         self.submits: dict[int, Submit] = {}
         self.streams: dict[tuple[int, int], Stream] = {}
@@ -216,6 +219,10 @@ class World:
         """When a request's rows came."""
         self.inbox: list[Message] = []
         self.last: StepOutput | None = None
+
+    def make_engine(self, grammars: Grammars | None = None) -> Engine:
+        runner, depth = self.device or self.runner, int(self.device is not None)
+        return Engine(self.pool, runner, self.limits, lambda: self.now, self.cost, grammars, runner, depth)
 
     def _advance(self, seconds: float) -> None:
         self.now += seconds
@@ -273,11 +280,12 @@ class World:
 
     def step(self) -> StepOutput:
         """One step with everything in the inbox; invariants and the protocol are checked."""
-        inbox, self.inbox = self.inbox, []
-        output = self.engine.step(inbox)
+        output = self.last = self.engine.step(self.inbox)
+        self.inbox = []
         self.engine.check()
+        if self.device is not None:
+            self.device.check(self.pool)
         self._deliver(output)
-        self.last = output
         return output
 
     def run(self, most: int = 10_000) -> None:

@@ -15,7 +15,6 @@ from llguidance import LLMatcher
 from model.batch import BAD_GRAMMAR, Row
 from model.grammar import Grammars, Mask, Masks, Vocabulary
 from model.params import Logprob
-from scheduler.engine import Engine
 from scheduler.limits import Limits
 from scheduler.messages import FinishReason
 
@@ -50,7 +49,7 @@ GRAMMARS = Grammars(lambda: (VOCABULARY, None))
 
 def constrained(it: World, grammars: Grammars | None = GRAMMARS) -> World:
     """The same world, whose runner draws by the rows' masks."""
-    it.engine = Engine(it.pool, it.runner, it.limits, lambda: it.now, it.cost, grammars)
+    it.engine = it.make_engine(grammars)
     plain, masks = it.runner._result, Masks()
 
     def result(row: Row) -> tuple[list[int], list[Logprob], list[Logprob] | None]:

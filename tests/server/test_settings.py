@@ -132,3 +132,10 @@ def test_the_engine_gets_its_part() -> None:
     settings = load_settings(parsed("--no-enable-prefix-caching", "--kv-cache-memory", "1GiB", "--max-model-len", "99"))
     engine = settings.engine()
     assert (engine.enable_prefix_caching, engine.kv_cache_memory, engine.max_model_len) == (False, 2**30, 99)
+
+
+@pytest.mark.parametrize(
+    ("words", "value"), [([], None), (["--async-scheduling"], True), (["--no-async-scheduling"], False)]
+)
+def test_a_switch_that_the_device_decides_about(words: list[str], value: bool | None) -> None:
+    assert load_settings(parsed(*words)).engine().async_scheduling is value
