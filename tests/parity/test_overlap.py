@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
 from model.batch import Batch, Row
+from model.drawn import Drawn
 from model.executor import Runner
+from model.sampler import Sampler
 from scheduler.messages import SamplingParams
 from tests.model.parity import GREEDY, build, make_runner, prompts
 from tests.parity.session import Session
@@ -66,3 +70,21 @@ def test_a_row_begins_with_a_token_that_nobody_has_read(runner: Runner) -> None:
     first += one
     second += other
     assert ahead.result().tokens == right[::-1]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_same_tokens_where_the_device_draws_them(runner: Runner, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: the next step takes them from there, and waits for none."""
+    asked = prompts(128, [5, 33, 50, 64, 79], seed=3)
+    right = Session(runner).ask(asked, NEW, n=2, params=WAYS[way])
+    monkeypatch.setattr(runner, "_sampler", Sampler(asynchronous=True))
+    read: list[int] = []
+    take = Drawn.take
+
+    def taken(drawn: Drawn, draws: Sequence[int]) -> Tensor:
+        read.append(len(draws))
+        return take(drawn, draws)
+
+    monkeypatch.setattr(Drawn, "take", taken)
+    assert Session(runner, depth=1).ask(asked, NEW, n=2, params=WAYS[way]) == right
+    assert (sum(read) > 100) == (way == "greedy")
