@@ -62,12 +62,12 @@ sanitize: $(VENV)/.ready-dev ## test the kernels under the address and undefined
 	  LD_PRELOAD="$(FIRST)" ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 	  $(BIN)/python -m pytest tests/model/kernels --capture=sys -o timeout=3600 $(PYTEST_ARGS)
 
-# triton is 1 GB, hence an installation of its own; `make test` tries pairs of shapes where it is there, this all of them.
+# triton is 1 GB, hence an installation of its own; `make test` tries pairs of what shapes are made of, this triples.
 TRITON := triton==3.9.0
 
-triton: $(VENV)/.ready-dev ## test the kernels for a GPU without one, on all shapes, and compile them for three kinds; takes long
+triton: $(VENV)/.ready-dev ## test the kernels for a GPU without one, on many shapes, and compile them for three kinds; takes long
 	$(PIP_INSTALL) --no-deps $(TRITON)
-	KERNEL_SHAPES=all OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests/model/gpu tests/loadtest/test_device.py $(PYTEST_ARGS)
+	KERNEL_SHAPES=triples OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests/model/gpu tests/loadtest/test_device.py $(PYTEST_ARGS)
 	$(BIN)/python -m model.gpu.compile
 
 lint: $(VENV)/.ready-dev ## ruff and mypy, without the tests

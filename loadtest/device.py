@@ -24,6 +24,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -79,9 +80,9 @@ class Cell:
 
     def line(self) -> str:
         return (
-            f"{self.case.line()} {self.prefill:9.0f} {self.step * 1e3:8.3f} {self.launch * 1e3:7.3f} "
+            f"{self.case.line()} {self.prefill:9.1f} {self.step * 1e3:8.3f} {self.launch * 1e3:7.3f} "
             f"{100 * self.idle:6.1f} {self.floor * 1e3:8.3f} {100 * self.floor / self.step:7.1f} "
-            f"{self.case.batch / self.step:8.0f} {self.overall:8.0f}{f'  {self.failed} failed' if self.failed else ''}"
+            f"{self.case.batch / self.step:8.1f} {self.overall:8.1f}{f'  {self.failed} failed' if self.failed else ''}"
         )
 
 
@@ -100,7 +101,7 @@ class Noted:
         """Seconds between what this step enqueued and the next one."""
         if self.marks is None or following.marks is None:
             return following.began - self.began - self.launch
-        return self.marks[1].elapsed_time(following.marks[0]) / 1e3
+        return float(self.marks[1].elapsed_time(following.marks[0])) / 1e3
 
 
 @dataclass(slots=True)
@@ -122,7 +123,7 @@ class Watch:
     def _mark(self) -> torch.cuda.Event | None:
         if self.device.type != "cuda":
             return None
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 
@@ -159,7 +160,7 @@ def ours(model: Decoder, case: Case, answer: int, rate: float, device: torch.dev
     watch = Watch(runner, device)
     limits = Limits(max_num_seqs=case.batch, max_num_batched_tokens=STEP_TOKENS, max_model_len=case.context + 1)
     engine = Engine(KVPool(blocks, BLOCK), watch, limits, time.monotonic)
-    params = SamplingParams(max_tokens=answer, seed=0, temperature=0.0, ignore_eos=True)
+    params = SamplingParams(max_tokens=answer, seed=0, temperature=0.0)
     length = case.context - answer
     inbox = [
         Submit(id=number, prompt_ids=ids, params=params)
@@ -199,7 +200,8 @@ def theirs(case: Case, answer: int, dtype: torch.dtype, device: torch.device) ->
 
     module = random_transformer(case.model, dtype, device)
     inputs = prompts(CONFIGS[case.model].vocab_size, case.batch, case.context - answer)
-    generation = transformers.GenerationConfig(max_new_tokens=answer, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    kind: Any = transformers.GenerationConfig
+    generation = kind(max_new_tokens=answer, do_sample=False, eos_token_id=-1, pad_token_id=0)
     module.generate_batch(inputs[:2], generation_config=generation)
     began = time.perf_counter()
     found = module.generate_batch(inputs, generation_config=generation)
@@ -251,7 +253,7 @@ def _lines(args: argparse.Namespace, device: torch.device) -> Iterator[str]:
         for size in sizes if args.transformers and time.monotonic() < end else ():
             case = Case(name, "transformers", *size)
             try:
-                yield f"{case.line()}{theirs(case, args.answer, dtype, device):68.0f}"
+                yield f"{case.line()}{theirs(case, args.answer, dtype, device):68.1f}"
             except Exception as error:  # none of ours
                 yield f"{case.line()}  {type(error).__name__}: {error}".splitlines()[0]
             _give_back(device)

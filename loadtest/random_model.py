@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvpool.formats import FORMATS, KVLayout
 from model.attention.base import Attention
-from model.config import ModelConfig, RopeConfig
+from model.config import LayerType, ModelConfig, RopeConfig
 from model.decoder import Decoder
 from model.precision import Precision
 from model.tensor_shapes import Shape, expected_shapes
@@ -36,7 +36,7 @@ def _config(
         head_dim=dim,
         max_position_embeddings=8192,
         norm_eps=1e-6,
-        layer_types=("full",) * layers,
+        layer_types=FULL * layers,
         rope=RopeConfig(theta),
         tie_word_embeddings=tied,
         qk_norm="head" if heads_normed else "none",
@@ -44,6 +44,7 @@ def _config(
     )
 
 
+FULL: tuple[LayerType, ...] = ("full",)
 _TINY = (512, 64, 96, 2, 4, 2, 32)
 _QWEN3 = (151_936, 1024, 3072, 28, 16, 8, 128)
 _LLAMA = (128_256, 4096, 14_336, 32, 32, 8, 128)
@@ -74,7 +75,7 @@ def random_transformer(name: str, dtype: torch.dtype, device: torch.device) -> A
         tie_word_embeddings=config.tie_word_embeddings,
     )
     with device:
-        return transformers.AutoModelForCausalLM.from_config(described, dtype=dtype).eval()
+        return transformers.AutoModelForCausalLM.from_config(described, dtype=dtype).eval()  # type: ignore[no-untyped-call]
 
 
 class RandomWeights:

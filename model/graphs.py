@@ -60,7 +60,7 @@ class CudaRecorder:
 
     def __init__(self, device: torch.device) -> None:
         self._memory = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def record(self, call: Callable[[], Tensor]) -> tuple[Tensor, Replay]:
         self._stream.wait_stream(torch.cuda.current_stream())

@@ -64,10 +64,10 @@ class Sampler:
         leave no token: its sequence must end.
         """
         if ahead is not None:
-            left = [i for i in range(len(rows)) if i not in ahead.places]
-            own = {place: masks[i] for place, i in enumerate(left) if i in masks}
-            others, _ = self.sample(_select(logits, left), [rows[i] for i in left], own) if left else ([], [])
-            found = {**ahead.wait(), **dict(zip(left, others, strict=True))}
+            rest = [i for i in range(len(rows)) if i not in ahead.places]
+            masked = {place: masks[i] for place, i in enumerate(rest) if i in masks}
+            others, _ = self.sample(_select(logits, rest), [rows[i] for i in rest], masked) if rest else ([], [])
+            found = {**ahead.wait(), **dict(zip(rest, others, strict=True))}
             drawn = [found[i] for i in range(len(rows))]
             return drawn, self._logprobs(logits, rows, drawn)
         edited = [i for i, row in enumerate(rows) if is_edited(row) or (i in masks and row.params.logprobs is not None)]

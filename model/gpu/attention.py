@@ -201,6 +201,7 @@ def attention(
     (_, heads, dim), kv_heads = query.shape, storage.k[layer].shape[1]
     group, rows = heads // kv_heads, work.rows
     wide = storage.k[layer].dtype.itemsize == 4
+    padded = storage.fit is not None and power(16, dim // 2) != dim // 2  # codes of such take more registers
     parts = query.new_empty((work.parts, kv_heads, rows, dim), dtype=torch.float32)
     weights = query.new_empty((work.parts, kv_heads, rows), dtype=torch.float32)
     shape = {"KV_HEADS": kv_heads, "GROUP": group, "DIM": dim, "ROWS": rows}
@@ -237,8 +238,8 @@ def attention(
                 "DOT": dot_type(query.dtype, storage.k[layer].dtype),
                 "ASM": not INTERPRETED,
             },
-            warps=4 if dim <= 128 else 8,
-            stages=3 if rows == 16 else 2,
+            warps=4 if dim <= 128 or (rows == 16 and not wide) else 8,
+            stages=3 if rows == 16 and not padded else 2,
         )
     ]
     if work.parts:

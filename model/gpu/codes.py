@@ -120,22 +120,42 @@ def signed_dot(x, signs, sums, DOT: tl.constexpr):
 
 
 @triton.jit
-def rotated(x0, x1, signs, DIM: tl.constexpr, HALF: tl.constexpr, DOT: tl.constexpr, BACK: tl.constexpr):
-    """R x for the halves [n, HALF] float32 of rows x, or with BACK Rᵀ x; signs: `model.gpu.rotation.signs`."""
+def rotated(x0, x1, signs, DIM: tl.constexpr, HALF: tl.constexpr, DOT: tl.constexpr):
+    """R x for the halves [n, HALF] float32 of rows x; signs: `model.gpu.rotation.signs`."""
+    H: tl.constexpr = DIM // 2
+    k, n = tl.arange(0, HALF)[:, None], tl.arange(0, HALF)[None, :]
+    inside = (k < H) & (n < H)
+    at = signs + n * DIM + k
+    zeros = tl.zeros_like(x0)
+    y0 = signed_dot(x0, tl.load(at, mask=inside, other=0.0), zeros, DOT)
+    y1 = signed_dot(x1, tl.load(at + H, mask=inside, other=0.0), zeros, DOT)
+    if DIM & (DIM - 1) == 0:  # the matrix has the quarters [[a, b], [a, -b]]
+        y0, y1 = y0 + y1, y0 - y1
+    else:
+        y0 += y1
+        y1 = signed_dot(x0, tl.load(at + H * DIM, mask=inside, other=0.0), zeros, DOT)
+        y1 = signed_dot(x1, tl.load(at + H * DIM + H, mask=inside, other=0.0), y1, DOT)
+    NORM: tl.constexpr = (DIM & -DIM) ** -0.5
+    return y0 * NORM, y1 * NORM
+
+
+@triton.jit
+def rotated_half(x0, x1, half, signs, DIM: tl.constexpr, HALF: tl.constexpr, DOT: tl.constexpr, BACK: tl.constexpr):
+    """One half, 0 or 1, of R x, or with BACK of Rᵀ x: as `rotated`, with half of its registers."""
     H: tl.constexpr = DIM // 2
     DOWN: tl.constexpr = DIM if BACK else 1
     RIGHT: tl.constexpr = 1 if BACK else DIM
     k, n = tl.arange(0, HALF)[:, None], tl.arange(0, HALF)[None, :]
     inside = (k < H) & (n < H)
-    at = signs + k * DOWN + n * RIGHT
-    y0 = tl.zeros_like(x0)
-    y0 = signed_dot(x0, tl.load(at, mask=inside, other=0.0), y0, DOT)
-    y0 = signed_dot(x1, tl.load(at + H * DOWN, mask=inside, other=0.0), y0, DOT)
-    y1 = tl.zeros_like(x0)
-    y1 = signed_dot(x0, tl.load(at + H * RIGHT, mask=inside, other=0.0), y1, DOT)
-    y1 = signed_dot(x1, tl.load(at + H * (DOWN + RIGHT), mask=inside, other=0.0), y1, DOT)
+    at = signs + k * DOWN + (n + half * H) * RIGHT
+    y = tl.zeros_like(x0)
+    if BACK and DIM & (DIM - 1) == 0:  # of the transposed quarters the lower ones are the upper ones, or their opposite
+        y = signed_dot(x0 + tl.where(half == 0, x1, -x1), tl.load(at, mask=inside, other=0.0), y, DOT)
+    else:
+        y = signed_dot(x0, tl.load(at, mask=inside, other=0.0), y, DOT)
+        y = signed_dot(x1, tl.load(at + H * DOWN, mask=inside, other=0.0), y, DOT)
     NORM: tl.constexpr = (DIM & -DIM) ** -0.5
-    return y0 * NORM, y1 * NORM
+    return y * NORM
 
 
 @triton.jit

@@ -140,8 +140,7 @@ def source(launch: Launch) -> Any:
 
 def compiled(launch: Launch, arch: int) -> Usage:
     """Compile for compute capability `arch`, 90 for 9.0. Raises what triton raises where it cannot."""
-    options = {"num_warps": launch.warps, "num_stages": launch.stages}
-    kernel = triton.compile(source(launch), target=GPUTarget("cuda", arch, 32), options=options)
+    kernel = triton.compile(source(launch), target=GPUTarget("cuda", arch, 32), options=launch.options)
     with tempfile.TemporaryDirectory() as folder:
         text = Path(folder) / "kernel.ptx"
         text.write_text(kernel.asm["ptx"])
@@ -158,6 +157,7 @@ def main() -> None:
     parser.add_argument("--arch", type=int, nargs="+", default=list(SHARED), choices=list(SHARED))
     parser.add_argument("--shape", nargs="+", default=[shape.name for shape in SHAPES])
     parser.add_argument("--kv", nargs="+", default=["bfloat16", "int8", "k8v4", "tq4"], choices=list(FORMATS))
+    parser.add_argument("--decode", action="store_true", help="only what a decode step waits for")
     options = parser.parse_args()
     if INTERPRETED:
         sys.exit("TRITON_INTERPRET is set: nothing can be compiled")
@@ -166,6 +166,7 @@ def main() -> None:
         if shape.name in options.shape:
             cases = [(kv, *case) for kv in options.kv for case in kernels(shape, kv)]
             cases += [("", *case) for case in others(shape)]
+            cases = [case for case in cases if case[2] or not options.decode]
             jobs += [(shape.name, *case, arch) for case in cases for arch in options.arch]
     failed = 0
     with ThreadPoolExecutor(2) as pool:

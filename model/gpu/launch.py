@@ -23,8 +23,13 @@ class Launch:
     warps: int = 4
     stages: int = 1
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """What it is compiled with."""
+        return {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": True}
+
     def run(self) -> None:
-        self.kernel[self.grid](**self.arguments, num_warps=self.warps, num_stages=self.stages)
+        self.kernel[self.grid](**self.arguments, **({} if INTERPRETED else self.options))
 
 
 def dot_type(query: torch.dtype, pool: torch.dtype) -> tl.dtype:

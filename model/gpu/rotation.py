@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvpool.rotation import rotation
-from model.gpu.codes import rotated
+from model.gpu.codes import rotated_half
 from model.gpu.launch import Launch, torch_type
 from model.gpu.plan import power
 
@@ -38,7 +38,8 @@ def turn(
     BALANCED: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """out[r] = R x[r], or with BACK Rᵀ x[r], for rows of (token, head); x · balance[head // GROUP] where BALANCED."""
+    """Half of out[r] = R x[r], or with BACK Rᵀ x[r], for rows of (token, head); where BALANCED, x is multiplied by
+    balance[head // GROUP] first."""
     H: tl.constexpr = DIM // 2
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     d = tl.arange(0, HALF)[None, :]
@@ -49,10 +50,9 @@ def turn(
     if BALANCED:
         factor = balance + head // GROUP * DIM + d
         x0, x1 = x0 * tl.load(factor, mask=mask, other=0.0), x1 * tl.load(factor + H, mask=mask, other=0.0)
-    y0, y1 = rotated(x0, x1, signs, DIM, HALF, DOT, BACK)
-    to = out + row * DIM + d
-    tl.store(to, y0, mask=mask)
-    tl.store(to + H, y1, mask=mask)
+    half = tl.program_id(1)
+    y = rotated_half(x0, x1, half, signs, DIM, HALF, DOT, BACK)
+    tl.store(out + row * DIM + half * H + d, y, mask=mask)
 
 
 def turning(
@@ -66,7 +66,7 @@ def turning(
     rows = tokens * heads
     return Launch(
         turn,
-        (triton.cdiv(rows, ROWS),),
+        (triton.cdiv(rows, ROWS), 2),
         {
             "x": x,
             "out": out,

@@ -93,7 +93,7 @@ def write(
                 balance = fit + (2 * KV_HEADS + head // (HEADS // KV_HEADS)) * DIM + d
                 y0 *= tl.load(balance, mask=d < H, other=0.0)
                 y1 *= tl.load(balance + H, mask=d < H, other=0.0)
-                y0, y1 = rotated(y0, y1, signs, DIM, HALF, DOT, False)
+                y0, y1 = rotated(y0, y1, signs, DIM, HALF, DOT)
             to = query + (token * HEADS + head) * DIM + d
             tl.store(to, y0, mask=inside)
             tl.store(to + H, y1, mask=inside)
@@ -106,7 +106,7 @@ def write(
                 y1 = (y1 - tl.load(shift + H, mask=d < H, other=0.0)) * tl.load(
                     inverse_balance + H, mask=d < H, other=0.0
                 )
-                y0, y1 = rotated(y0, y1, signs, DIM, HALF, DOT, False)
+                y0, y1 = rotated(y0, y1, signs, DIM, HALF, DOT)
             tile = tl.load(blocks + token, mask=known, other=0) * KV_HEADS + kv
             slot = tl.load(offsets + token, mask=known, other=0)
             store(keys, y0, y1, tile, slot, d, known, DIM, HALF, BLOCK, KEY_BITS, True)
@@ -114,7 +114,7 @@ def write(
         y0 = tl.load(x + d, mask=inside, other=0.0).to(tl.float32)
         y1 = tl.load(x + d + H, mask=inside, other=0.0).to(tl.float32)
         if VALUE_BITS == 4:
-            y0, y1 = rotated(y0, y1, signs, DIM, HALF, DOT, False)
+            y0, y1 = rotated(y0, y1, signs, DIM, HALF, DOT)
         tile = tl.load(blocks + token, mask=known, other=0) * KV_HEADS + head - HEADS - KV_HEADS
         slot = tl.load(offsets + token, mask=known, other=0)
         store(values, y0, y1, tile, slot, d, known, DIM, HALF, BLOCK, VALUE_BITS, False)

@@ -1,4 +1,4 @@
-"""Few combinations that have every pair of values of any two parameters among them; or all combinations."""
+"""Few combinations that have every pair of values of any two parameters among them; or every triple of any three."""
 
 from __future__ import annotations
 
@@ -10,28 +10,29 @@ from typing import Any
 
 TRIES = 40
 """Combinations that are drawn for each one that is chosen."""
+Choice = tuple[tuple[int, int], ...]
+"""Some parameters and the values they have, by number."""
 
 
 def cases(*parameters: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """With KERNEL_SHAPES=all in the environment, the whole product."""
-    if os.environ.get("KERNEL_SHAPES") == "all":
-        return list(product(*parameters))
+    """With KERNEL_SHAPES=triples in the environment, triples."""
+    strength = min(len(parameters), 3 if os.environ.get("KERNEL_SHAPES") == "triples" else 2)
     sizes = [range(len(values)) for values in parameters]
-    missing = {pair for a, b in combinations(range(len(sizes)), 2) for pair in product(_at(a, sizes), _at(b, sizes))}
+    missing = {
+        tuple(zip(places, values, strict=True))
+        for places in combinations(range(len(sizes)), strength)
+        for values in product(*(sizes[place] for place in places))
+    }
     generator = random.Random(0)
     chosen = []
     while missing:
         fixed = dict(min(missing))
         tries = [[fixed.get(n, generator.choice(size)) for n, size in enumerate(sizes)] for _ in range(TRIES)]
-        best = max(tries, key=lambda indices: len(missing & _pairs(indices)))
-        missing -= _pairs(best)
+        best = max(tries, key=lambda indices: len(missing & _choices(indices, strength)))
+        missing -= _choices(best, strength)
         chosen.append(tuple(values[index] for values, index in zip(parameters, best, strict=True)))
     return chosen
 
 
-def _at(place: int, sizes: list[range]) -> list[tuple[int, int]]:
-    return [(place, index) for index in sizes[place]]
-
-
-def _pairs(indices: list[int]) -> set[tuple[tuple[int, int], tuple[int, int]]]:
-    return set(combinations(enumerate(indices), 2))
+def _choices(indices: list[int], strength: int) -> set[Choice]:
+    return set(combinations(enumerate(indices), strength))
