@@ -6,7 +6,8 @@
 
 Keys, and 4-bit values, are rotated first. The scale is float16, one for a vector. Of a 4-bit key it makes
 ⟨x, x̂⟩ = ‖x‖², so that scores are right in the mean; of a 4-bit value it makes ‖x - x̂‖ least. A vector with a
-number that is not finite gets the scale NaN.
+number that is not finite gets the scale NaN. A scale below zero says that its vector, the scale taken without its sign,
+is what a key has beside the sink (`kvpool.fit`).
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from kvpool.rotation import rotation
 
 LEVELS = (6, 18, 31, 44, 58, 75, 96, 127)
 SPREAD = 46.47
-LARGEST = 65504.0
-"""Of float16."""
+LARGEST, LEAST = 65504.0, 2.0**-24
+"""Of float16; the least above zero."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +41,25 @@ class Codec:
     def code_bytes(self, head_dim: int) -> int:
         return head_dim * self.bits // 8
 
-    def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """[..., head_dim] → codes uint8 [..., code_bytes], scales float16 [...]."""
+    def encode(self, x: Tensor, sink: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """[..., head_dim] → codes uint8 [..., code_bytes], scales float16 [...]. `sink` broadcasts to x."""
         x = x.float()
+        if sink is not None:
+            left = x - sink
+            sinks = left.square().sum(-1) < x.square().sum(-1)
+            codes, scale = self.encode(torch.where(sinks.unsqueeze(-1), left, x))
+            return codes, torch.where(sinks, -scale.clamp(min=LEAST), scale)
         if self.rotated:
             x = x @ rotation(x.shape[-1], x.device).T
         codes, scale = self._nibbles(x) if self.bits == 4 else self._bytes(x)
         return codes, scale.half()
 
-    def decode(self, codes: Tensor, scales: Tensor) -> Tensor:
+    def decode(self, codes: Tensor, scales: Tensor, sink: Tensor | None = None) -> Tensor:
         """What encode() made → float32 [..., head_dim], rotated where this codec rotates."""
+        if sink is not None:
+            left = self.decode(codes, scales.abs())
+            turned = sink @ rotation(sink.shape[-1], sink.device).T if self.rotated else sink
+            return torch.where((scales < 0).unsqueeze(-1), left + turned, left)
         if self.bits == 4:
             levels = torch.tensor(LEVELS, dtype=torch.float32, device=codes.device)
             values = torch.cat([levels, -levels])[torch.cat([codes & 15, codes >> 4], -1).long()]

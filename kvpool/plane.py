@@ -35,24 +35,25 @@ class Plane:
         self._codes = codes.transpose(2, 3)
         self._scales = scales.transpose(2, 3)
 
-    def write(self, layer: int, x: Tensor, blocks: Tensor, offsets: Tensor) -> None:
-        """x [T, kv_heads, head_dim] at blocks and offsets int64 [T]."""
+    def write(self, layer: int, x: Tensor, blocks: Tensor, offsets: Tensor, sink: Tensor | None = None) -> None:
+        """x [T, kv_heads, head_dim] at blocks and offsets int64 [T]; `sink` [kv_heads, head_dim] of keys as codes."""
         if self.codec is None:
             codes = x.to(self.tiles.dtype)
         else:
-            codes, scales = self.codec.encode(x)
+            codes, scales = self.codec.encode(x, sink)
             self._scales[layer].index_put_((blocks, offsets), scales)
         self._codes[layer].index_put_((blocks, offsets), codes)
 
-    def read(self, layer: int, tiles: Tensor) -> Tensor:
+    def read(self, layer: int, tiles: Tensor, sink: Tensor | None = None) -> Tensor:
         """Tiles int64 [n], each block · kv_heads + head → float32 [n, block_size, head_dim]; codes of rotated vectors
-        come as those."""
+        come as those. `sink` as for write()."""
         found = self.layers[layer].flatten(0, 1).flatten(1).index_select(0, tiles)
         if self.codec is None:
             return found.view(-1, self.block_size, self.head_dim).float()
         end = self.block_size * self.codec.code_bytes(self.head_dim)
         codes = found[:, :end].reshape(len(tiles), self.block_size, -1)
-        return self.codec.decode(codes, found[:, end:].contiguous().view(torch.float16))
+        scales = found[:, end:].contiguous().view(torch.float16)
+        return self.codec.decode(codes, scales, None if sink is None else sink[tiles % len(sink)].unsqueeze(1))
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
         """Blocks int64 [n] to others, in all layers."""

@@ -76,7 +76,10 @@ class KVStorage:
     def write_at(self, layer: int, k: Tensor, v: Tensor, blocks: Tensor, offsets: Tensor) -> None:
         """As write(), at blocks and offsets int64 [T] from locate(). Values are rounded, or made codes of, as the
         format has it."""
-        self.keys.write(layer, k if self.fit is None else self.fit.key(layer, k), blocks, offsets)
+        if self.fit is None:
+            self.keys.write(layer, k, blocks, offsets)
+        else:
+            self.keys.write(layer, self.fit.key(layer, k), blocks, offsets, self.fit.sink(layer))
         self.values.write(layer, v, blocks, offsets)
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:

@@ -19,6 +19,7 @@ import numpy as np
 
 PHASES = {
     "plan": "plan",
+    "blocks": "blocks of the pool",
     "inputs": "inputs",
     "ends": "embedding, rope, norm",
     "layers": "layers",
@@ -27,8 +28,9 @@ PHASES = {
     "output": "output",
     "other": "other",
 }
-OURS = ("plan", "inputs", "sampling", "output")
+OURS = ("plan", "blocks", "inputs", "sampling", "output")
 """What is not the model's arithmetic."""
+POOL = ("hashes", "match", "adopt", "fork", "blocks_needed", "extend", "take_copies", "commit", "slide", "release")
 
 Laps = Sequence[Mapping[str, int]]
 """Nanoseconds of each phase, step by step."""
@@ -92,6 +94,8 @@ def watch(engine: Any) -> Stopwatch:
         *([(model, "fused", "layers")] if fused else []),
         (model, "logits", "head"),
         (runner._sampler, "sample", "sampling"),
+        *((engine._state.pool, name, "blocks") for name in POOL),
+        (runner.storage, "copy", "blocks"),
     ):
         stopwatch.wrap(owner, name, phase)
     return stopwatch

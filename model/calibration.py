@@ -56,12 +56,15 @@ closed the book, looked at the rain on the window, and thought of her brother in
 """Prose, lists, code, a dialogue, data and other languages: what keys have in common in all of them."""
 MOST = 512
 """Tokens of it, and of other texts, at most."""
+FIRSTS = 32
+"""Tokens that a sequence may begin with, at most, where the tokenizer has no beginning of its own."""
 
 
 class _Recorder(ReferenceAttention):
-    """Attention that keeps, of each layer, the mean of q² over tokens and the heads that share a key head."""
+    """Attention that keeps, of each layer, the mean of q² over `count` tokens and the heads that share a key head."""
 
-    def __init__(self) -> None:
+    def __init__(self, count: int) -> None:
+        self.count = count
         self.squares: dict[int, Tensor] = {}
         self.capped = False
 
@@ -77,24 +80,30 @@ class _Recorder(ReferenceAttention):
         softcap: float | None = None,
     ) -> Tensor:
         kv_heads, dim = storage.k[layer].shape[1], query.shape[2]
-        self.squares[layer] = query.float().square().reshape(len(query), kv_heads, -1, dim).mean((0, 2))
+        squares = query[: self.count].float().square()
+        self.squares[layer] = squares.reshape(self.count, kv_heads, -1, dim).mean((0, 2))
         self.capped = softcap is not None
         return super().__call__(query, storage, layer, inputs, scale=scale, window=window, softcap=softcap)
 
 
 @torch.inference_mode()
-def fit_keys(model: Model, fit: KeyFit, tokens: list[int]) -> None:
-    """Run `tokens` as one sequence, in a pool of its own, and set `fit` to what its keys and queries were like."""
+def fit_keys(model: Model, fit: KeyFit, tokens: list[int], begin: list[int]) -> None:
+    """Run `tokens` as one sequence, in a pool of its own, and set `fit` to what its keys and queries were like.
+
+    `begin`: what the tokenizer puts in front of every sequence. Where that is nothing, any token may be a first one.
+    """
     tokens, config = tokens[:MOST], model.config
+    firsts = begin[:1] or list(dict.fromkeys(tokens))[:FIRSTS]
     layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, FORMATS["float32"])
-    inputs, used = whole_prompts([tokens], layout.block_size, fit.data.device)
+    inputs, used = whole_prompts([tokens, *([first] for first in firsts)], layout.block_size, fit.data.device)
     storage = KVStorage(layout, used, fit.data.device)
-    recorder = _Recorder()
+    recorder = _Recorder(len(tokens))
     with _attending(model, recorder):
         model.forward(inputs, storage)
     for layer, squares in recorder.squares.items():
-        keys = storage.k[layer][1:].transpose(0, 1).flatten(1, 2)[:, : len(tokens)]
-        fit.set(layer, keys, squares, centred=not recorder.capped)
+        keys = storage.k[layer][1:].transpose(0, 1)
+        every, alone = keys.flatten(1, 2)[:, : len(tokens)], keys[:, -len(firsts) :, 0]
+        fit.set(layer, every, squares, alone, centred=not recorder.capped)
 
 
 @contextmanager

@@ -52,9 +52,9 @@ class Runner:
             rows = batch.rows  # All that the Step may hold of the batch, whose `after` holds the step before.
             inputs = self._builder.build(batch)
             if inputs.unread:
-                assert isinstance(batch.after, Step)
+                assert batch.after is not None
                 places, sources = zip(*inputs.unread, strict=True)
-                found = batch.after.drawn(sources).to(inputs.device)
+                found = drawn(batch.after, sources).to(inputs.device)
                 inputs.token_ids.index_copy_(0, to_device(np.array(places), inputs.device), found)
             if self.model.reads_unwritten:
                 clean(self.storage, inputs.opened)
@@ -152,13 +152,14 @@ class Step:
             self.finish = None
         return self.done
 
-    def drawn(self, rows: Sequence[int]) -> Tensor:
-        """The tokens that these rows drew, for a step that begins with them; 0 for a row that drew none. Waits for
-        nothing where all of them were drawn ahead."""
-        if self.ahead is not None and all(row in self.draws for row in rows):
-            return self.ahead.take([self.draws[row] for row in rows])
-        tokens = self.result().tokens
-        return torch.tensor([(tokens[row] or [0])[0] for row in rows]).clamp_(min=0)
+
+def drawn(step: Pending, rows: Sequence[int]) -> Tensor:
+    """The tokens that these rows of a step drew, for one that begins with them; 0 for a row that drew none.
+    Waits for nothing where all of them were drawn ahead."""
+    if isinstance(step, Step) and step.ahead is not None and all(row in step.draws for row in rows):
+        return step.ahead.take([step.draws[row] for row in rows])
+    tokens = step.result().tokens
+    return torch.tensor([(tokens[row] or [0])[0] for row in rows]).clamp_(min=0)
 
 
 __all__ = ["Runner", "Step"]

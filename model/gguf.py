@@ -32,8 +32,8 @@ MAX_STRINGS = 1 << 22
 MAX_DIM = 1 << 40
 MAX_ALIGNMENT = 1 << 16
 CHUNK_ELEMENTS = 1 << 17
-"""How much is dequantised at a time: 512 KiB of float32. With 4 MiB its passes leave the second cache and it takes twice
-as long; with 128 KiB two threads hand each other the interpreter's lock so often that it takes a third longer."""
+"""How much is dequantised at a time: 512 KiB of float32. With 4 MiB its passes leave the second cache and it takes
+twice as long; with 128 KiB two threads pass the interpreter's lock so often that it takes a third longer."""
 
 _SCALARS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
 _STRING, _ARRAY = 8, 9

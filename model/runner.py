@@ -140,7 +140,7 @@ def load_runner(options: RunnerOptions, progress: Progress = lambda stage, detai
         encode = partial(load_tokenizer(source).encode, add_special_tokens=True)
         if storage.fit is not None:
             progress("kv cache", "fitting keys to the model")
-            fit_keys(model, storage.fit, encode(TEXT)[:longest])
+            fit_keys(model, storage.fit, encode(TEXT)[:longest], encode(""))
         distance = measure(model, layout, storage.fit, [encode(text)[:longest] for text in PROMPTS], device)
         _admit(distance, layout.format.name, options.force_kv_cache_dtype, progress)
     columns = layout.blocks_for(max_model_len)

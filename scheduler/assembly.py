@@ -48,6 +48,7 @@ def assemble(config: EngineConfig, progress: Progress) -> tuple[Engine, Ready]:
     pool = KVPool(loaded.num_blocks, loaded.block_size, config.enable_prefix_caching, window, tier)
     if window is not None:
         progress("kv cache", f"every layer slides: a sequence keeps the blocks of its last {window:,} tokens")
+    on_cpu = loaded.device.startswith("cpu")
     limits = Limits(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=loaded.max_num_batched_tokens,
@@ -55,11 +56,14 @@ def assemble(config: EngineConfig, progress: Progress) -> tuple[Engine, Ready]:
         rope_switch=loaded.rope_switch,
         num_speculative_tokens=config.num_speculative_tokens,
         # A GPU's step time hardly depends on the chunk until the token budget is full: nothing to learn there.
-        target_step_time=config.target_step_time if loaded.device.startswith("cpu") else None,
+        target_step_time=config.target_step_time if on_cpu else None,
     )
-    # On a CPU the cores that would plan ahead are those that compute: there is nothing to overlap.
     overlap = config.async_scheduling
-    depth = int(not loaded.device.startswith("cpu") if overlap is None else overlap)
+    if overlap and on_cpu:
+        progress(
+            "warning", "--async-scheduling buys nothing on a CPU: what would plan ahead are the cores that compute"
+        )
+    depth = int(not on_cpu if overlap is None else overlap)
     cost = CostModel(loaded.weight_bytes)
     distance = loaded.kv_distance
     engine = Engine(pool, loaded.runner, limits, time.monotonic, cost, loaded.grammars, loaded.runner.storage, depth)

@@ -16,6 +16,9 @@ MAX_SLOWDOWN = 2.2
 usual gaps, and neither the estimate nor the machine is steady."""
 MIN_SLOWDOWN = 2.0
 """A step that is longer than the target anyway still does so much prompt work, relative to itself."""
+RESTING_SLOWDOWN = 3.0 - MAX_SLOWDOWN
+"""A step that others sit out may take so many times what it would take with them: with the next, which may be slowed,
+they wait three usual gaps."""
 PATIENCE, MAX_PATIENCE = 4.0, 4.0
 """What makes a step longer costs every stream that time, and gives it to every prompt that waits for its first token.
 Waiting for that is worth so many times the wait for a next one, and a step takes at most so many times what it would
@@ -88,7 +91,7 @@ class Budget:
         self, rows: int, context: int, prompts: int = 1, resting_rows: int = 0, resting_context: int = 0
     ) -> Purse:
         """What is left for `prompts` that wait for a first token, beside `rows` decoding rows that read `context`
-        tokens. Where others sit the step out, it may take as long as it would with them."""
+        tokens. Where others sit the step out, it may take almost as long as it would with them."""
         tokens = self.tokens - rows
         cost = self.cost
         if cost is None:
@@ -100,6 +103,7 @@ class Budget:
         else:
             allowed = max(self.target, ALONE_SLOWDOWN * alone)
         if resting_rows:
-            allowed = max(allowed, cost.decode_seconds(rows + resting_rows, context + resting_context))
+            whole = cost.decode_seconds(rows + resting_rows, context + resting_context)
+            allowed = max(allowed, RESTING_SLOWDOWN * whole)
         prices = cost.token_seconds, cost.pair_seconds, cost.reach_seconds
         return Purse(tokens, self.min_chunk, allowed - alone, *prices)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from model.batch import Row
@@ -31,12 +31,12 @@ class Counters:
     step_tokens: int = 0
     step_rows: int = 0
 
-    def step(self, rows: Sequence[Row], outcome: isolation.Outcome, seconds: float) -> None:
-        """One more was collected."""
+    def step(self, rows: Sequence[Row], outcome: isolation.Outcome, seconds: float, ended: Collection[int]) -> None:
+        """One more was collected. `ended`: numbers of rows that nobody waits for any more."""
         self.steps += 1
         self.step_rows = len(rows)
         self.step_seconds = seconds
-        for reason in outcome.reasons(rows):
+        for reason in outcome.reasons(rows, ended):
             name = f"failed_{reason}"
             setattr(self, name, getattr(self, name) + 1)
 

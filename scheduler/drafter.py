@@ -60,7 +60,7 @@ class Chance:
 class Drafter:
     """What one sequence's drafts have come to so far, and where to take the next one from."""
 
-    __slots__ = ("_first", "_index", "_length", "_long", "_short", "lucky")
+    __slots__ = ("_first", "_guess", "_index", "_length", "_long", "_short", "_tokens")
 
     def __init__(self, tokens: list[int]) -> None:
         """`tokens`: the sequence's list."""
@@ -70,12 +70,12 @@ class Drafter:
         """Of the last draft's first token."""
         self._length = 2
         """Longest draft for now: one more than twice what was right in the last one."""
-        self.lucky = False
-        """Whether the last draft was right at first."""
+        self._tokens = tokens
+        self._guess = 0, -1
+        """Where `watch` guessed last, and what."""
 
     def draft(self, price: float, most: int) -> list[int]:
         """At most `most` guesses that are worth `price` each (0 < price: tokens that others lose by one guess)."""
-        self.lucky = False
         place, matched = self._index.find()
         if not matched:
             return []
@@ -92,7 +92,14 @@ class Drafter:
         if accepted:
             self._long.learn(accepted - 1, accepted < drafted)
         self._length = 2 * accepted + 1
-        self.lucky = accepted > 0
+
+    def watch(self) -> bool:
+        """Guess the next token, without a draft; whether the last such guess was right."""
+        at, token = self._guess
+        right = at < len(self._tokens) and self._tokens[at] == token
+        place, matched = self._index.find()
+        self._guess = len(self._tokens), self._tokens[place] if matched else -1
+        return right and self._length > 0
 
     def stop(self) -> None:
         """No drafts any more."""

@@ -245,7 +245,8 @@ class Engine:
         seconds, self._collected = now - max(flight.launched, self._collected), now
         counters = self._counters
         rows = flight.batch.rows
-        counters.step(rows, outcome, seconds)
+        ended = {number for number, s in enumerate(flight.plan.counts) if s.phase is Phase.FINISHED}
+        counters.step(rows, outcome, seconds, ended)
         counters.step_tokens = flight.work.rows + flight.work.prefill
         failures = outcome.failures
         if failures:
@@ -279,7 +280,7 @@ class Engine:
             if count > 1 or row.start < sequence.prompt_len:
                 counters.computed_tokens += count
                 new = request.bill(row.start, end)
-            self._state.tenants.charge(request.tenant, new, len(drawn))
+            self._state.tenants.charge(request.tenant, new, len(drawn), row.start + count / 2)
             self._commit(sequence, row.start, end)
             if request.prompt_values is not None:
                 values = result.prompt_logprobs[number]

@@ -2,7 +2,7 @@
 
 The virtual token counter of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024):
 
-    service += (prompt tokens computed + OUTPUT_TOKEN · tokens generated) / weight
+    service += (prompt tokens computed, each · (1 + its position / EVEN) + OUTPUT_TOKEN · tokens generated) / weight
 
 Idling saves nothing up. A tenant that begins to wait after it had nobody waiting is lifted to a floor: the least of
 those that wait, or, where that is more, what a share of every step came to, less a head start. Without the second, a
@@ -22,6 +22,9 @@ from math import isclose
 
 OUTPUT_TOKEN = 2.0
 """What a generated token counts in prompt tokens, as in the paper: it is one row of a step, and holds its seat."""
+EVEN = 4000.0
+"""The position at which a prompt token's attention costs as much as all else about it, as `CostModel` guesses first.
+Without it somebody with short prompts would get half the tokens of a step, but a third of the time."""
 HEAD_START = 256.0
 """Tokens of weight 1 by which a newcomer may stay below the level. The level is a mean, a newcomer asks for little as a
 rule, and those that had least go first."""
@@ -114,10 +117,10 @@ class Tenants:
                 self._arrived.add(name)
             tenant.waiting += count
 
-    def charge(self, name: str, prompt: int, generated: int) -> None:
-        """Tokens that a step computed and drew for it."""
+    def charge(self, name: str, prompt: int, generated: int, position: float = 0.0) -> None:
+        """Tokens that a step computed, at `position` in the mean, and drew for it."""
         tenant = self._active[name]
-        tokens = prompt + OUTPUT_TOKEN * generated
+        tokens = prompt * (1.0 + position / EVEN) + OUTPUT_TOKEN * generated
         tenant.service += tokens / tenant.weight
         self._level += tokens / self._weights
 

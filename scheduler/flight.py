@@ -10,6 +10,8 @@ Where something else does, the row sits the next step out:
     last token                      known beforehand where it is the limit's; of a stop token nobody knows, so one
                                     token too many is computed, and dropped
     rotary switch                   all keys are computed anew
+
+What needs only the number of tokens (min_tokens), or none of them (bias, allowed ids, logprobs), goes on.
 """
 
 from __future__ import annotations

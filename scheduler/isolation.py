@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -38,11 +38,12 @@ class Outcome:
     failures: dict[int, Exception] = field(default_factory=dict)
     """By row number: why it fails; its entries in `result` say nothing."""
 
-    def reasons(self, rows: Sequence[Row]) -> list[str]:
-        """Of the rows that fail. One with a draft is computed anew before its logits count."""
-        found = [MEMORY if out_of_memory(error) else RAISED for error in self.failures.values()]
+    def reasons(self, rows: Sequence[Row], ended: Collection[int] = ()) -> list[str]:
+        """Of the rows that fail, those whose sequence had `ended` aside. One with a draft is computed anew before its
+        logits count."""
+        found = [MEMORY if out_of_memory(error) else RAISED for n, error in self.failures.items() if n not in ended]
         for number, row in enumerate(rows):
-            drawn = self.result.tokens[number][:1]
+            drawn = self.result.tokens[number][:1] if number not in ended else []
             if BAD_LOGITS in drawn and not row.draft:
                 found.append(LOGITS)
             elif BAD_GRAMMAR in drawn:
@@ -73,15 +74,16 @@ def launch(executor: Executor, batch: Batch) -> Pending:
 
 def collect(executor: Executor, batch: Batch, pending: Pending, land: Callable[[], None] = lambda: None) -> Outcome:
     """Wait for a step. Where it raised, its rows are computed again in smaller parts; never raises for a row's sake,
-    only where the device is lost to the process. `land` ends what was launched behind it, before that. All tokens of
-    its rows are known by now."""
+    only where the device is lost to the process. `land` ends what was launched behind it, before that."""
     try:
         return Outcome(pending.result())
     except Exception as error:
         _note(error, len(batch.rows))
     land()
     for row in batch.rows:
-        row.source = -1
+        row.source = -1  # What the step before drew is known by now.
+        if len(row.tokens) < row.length:  # Its sequence ended instead: any token does, for nobody looks at the row.
+            row.tokens = [*row.tokens, 0]
     return _again(executor, batch.rows)
 
 

@@ -1,8 +1,8 @@
 """Who sits a step out, so that the prompt of a tenant that had less is computed sooner.
 
 streams of the one        step ██████  rest ······  step ██████  rest ······
-prompt of the other             ▪           ██████       ▪           ██████      such a step takes as long as one with
-                                                                                 them (`Budget.purse`): they take turns
+prompt of the other             ▪           ██████       ▪           ██████      such a step may take almost as long
+                                                                                 as one with them (`Budget.purse`)
 """
 
 from __future__ import annotations

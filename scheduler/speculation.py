@@ -29,9 +29,6 @@ LEAST_PRICE = 0.05
 GUESS_READS = 0.4
 """What a guess attends to costs so much of reading it once for the row's own token."""
 
-PROBE = 32
-"""Where steps overlap, a row without luck waits for one token in so many, to look for a draft."""
-
 
 class Speculation:
     """Owns no state but what it was made with: what is learned lies in the cost model and the sequences' drafters."""
@@ -45,12 +42,12 @@ class Speculation:
         """Positions of a step that may draw: each needs memory for its logits."""
         self._switch = limits.rope_switch
         self._timed = limits.target_step_time is not None
-        self._price = 0.0
-        """Of a guess in the last step, in tokens."""
+        self._worthwhile = False
+        """Whether there was room for a draft in the last step, and the surest guess was worth its price."""
 
     def attach(self, step: Plan, rows: list[Row]) -> Work:
         """Put drafts on rows of a plan, whose own blocks are all there; the plan's work and theirs."""
-        work = step.work
+        work, self._worthwhile = step.work, False
         # Where steps have a length to keep, what one with a prompt may take was given to the prompt.
         if not self._most or not work.rows or (work.prefill and self._timed):
             return work
@@ -58,7 +55,8 @@ class Speculation:
         seconds = self._cost.decode_seconds(work.rows, work.context)
         # All rows wait for a guess: for its row, and for what it reads of a context of the usual length.
         guess = work.rows * self._cost.row_seconds + GUESS_READS * work.context * self._cost.read_seconds
-        price = self._price = max(LEAST_PRICE, guess / seconds)
+        price = max(LEAST_PRICE, guess / seconds)
+        self._worthwhile = left > 0 and price < LONG_GUESS
         drafted, read = 0, 0.0
         for row, sequence in zip(rows, step.counts, strict=True):
             known = row.samples and row.count == 1 and row.source < 0
@@ -74,12 +72,13 @@ class Speculation:
         return replace(work, rows=work.rows + drafted, context=work.context + int(read))
 
     def awaits(self, sequence: Sequence, row: Row) -> bool:
-        """Whether a sequence had better wait for the token that this row draws, because it may have a draft then: the
-        last one was right, or it is time to look for one."""
-        if not self._most or self._price > LONG_GUESS or self._room(sequence) <= 0:
+        """Whether a sequence had better wait for the token that this row draws, because a draft is likely to pay then:
+        only a row whose tokens are all known can have one."""
+        if not self._worthwhile or self._room(sequence) <= 0:
             return False
-        lucky = sequence.drafter is not None and sequence.drafter.lucky
-        return lucky or row.length == row.prompt_len or row.length % PROBE == 0
+        if sequence.drafter is None:
+            sequence.drafter = Drafter(sequence.tokens)
+        return sequence.drafter.watch()
 
     def settle(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         """A draft was verified: learn from it, and give back the blocks of what was wrong."""

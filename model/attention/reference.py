@@ -149,12 +149,13 @@ def _attend(query: Tensor, storage: KVStorage, layer: int, group: Group, scale: 
 
     # [rows · kv_heads, shared · count, head_dim]: all queries that read the same keys are rows of one matrix.
     q = query.view(rows, count, kv_heads, shared, dim).permute(0, 2, 3, 1, 4).reshape(batch, shared * count, dim)
-    q = q.float() * scale
+    q, sink = q.float() * scale, None
     if storage.fit is not None:
         q = storage.fit.query(layer, q.view(rows, kv_heads, -1, dim)).view(q.shape)
+        sink = storage.fit.sink(layer)
     if _rotated(storage.keys):
         q = q @ rotation(dim, q.device).T
-    k = storage.keys.read(layer, group.tiles).view(batch, group.keys, dim)
+    k = storage.keys.read(layer, group.tiles, sink).view(batch, group.keys, dim)
     v = storage.values.read(layer, group.tiles).view(batch, group.keys, dim)
 
     scores = torch.bmm(q, k.transpose(1, 2))

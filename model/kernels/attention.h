@@ -38,7 +38,13 @@ inline void put_query(const Attended& t, int64_t token, int64_t head, int lane, 
   const float* q = t.query + token * t.query_stride + head * t.dim;
   float* row = few ? s.query + lane * t.dim : s.row;
   for (int64_t d = 0; d < t.dim; d += W) store(row + d, load<vf>(q + d) * t.scale);
-  if (t.keys.fit) fit_query(t.keys, t.kv_heads, head / t.shared(), row, t.dim);
+  if (t.keys.fit) {
+    fit_query(t.keys, t.kv_heads, head / t.shared(), row, t.dim);
+    const float* sink = sink_of(t.keys, t.kv_heads, head / t.shared(), t.dim);
+    vf dot = {};
+    for (int64_t d = 0; d < t.dim; d += W) dot += load<vf>(row + d) * load<vf>(sink + d);
+    s.sink[lane] = sum(dot);
+  }
   if (t.keys.bits) rotate_code(row, t.dim);
   if (!few)
     for (int64_t d = 0; d < t.dim; d++) s.query[d * LANES + lane] = row[d];

@@ -183,6 +183,24 @@ inline void fit_query(const Plane& p, int64_t kv_heads, int64_t head, float* x, 
   for (int64_t d = 0; d < dim; d += W) store(x + d, load<vf>(x + d) * load<vf>(balance + d));
 }
 
+// The centre of keys that draw attention to themselves, among keys as fit_key leaves them.
+inline const float* sink_of(const Plane& p, int64_t kv_heads, int64_t head, int64_t dim) {
+  return p.fit + (3 * kv_heads + head) * dim;
+}
+
+// Of a fitted key that is nearer to the sink than to zero, what it has beside it. Returns whether it is.
+inline bool leave_sink(const float* sink, float* x, int64_t dim) {
+  vf whole = {}, left = {};
+  for (int64_t d = 0; d < dim; d += W) {
+    const vf v = load<vf>(x + d), rest = v - load<vf>(sink + d);
+    whole += v * v;
+    left += rest * rest;
+  }
+  if (!(sum(left) < sum(whole))) return false;
+  for (int64_t d = 0; d < dim; d += W) store(x + d, load<vf>(x + d) - load<vf>(sink + d));
+  return true;
+}
+
 // x [dim], a key or a value of a head, becomes codes in a slot of a block. Keys and 4-bit values are left rotated.
 inline void write_codes(const Plane& p, int64_t block, int64_t kv_heads, int64_t head, int64_t block_size, int64_t slot,
                         float* x, int64_t dim, bool key) {
@@ -191,9 +209,11 @@ inline void write_codes(const Plane& p, int64_t block, int64_t kv_heads, int64_t
   vf broken = {};
   for (int64_t d = 0; d < dim; d += W) broken += load<vf>(x + d) - load<vf>(x + d);
   if (p.fit) fit_key(p, kv_heads, head, x, dim);
+  const bool sinks = p.fit && leave_sink(sink_of(p, kv_heads, head, dim), x, dim);
   if (key || p.bits == 4) rotate_code(x, dim);
-  const f16 scale = p.bits == 4 ? encode_nibbles(x, dim, key, sum(broken), (uint8_t*)to)
-                                : encode_bytes(x, dim, sum(broken), (int8_t*)to);
+  f16 scale = p.bits == 4 ? encode_nibbles(x, dim, key, sum(broken), (uint8_t*)to)
+                          : encode_bytes(x, dim, sum(broken), (int8_t*)to);
+  if (sinks) scale = half_of(-std::max(float_of(scale), 0x1p-24f));
   ((f16*)scales_of(p, tile, block_size))[slot] = scale;
 }
 

@@ -1,6 +1,7 @@
 // Attention of some lanes over a span of keys, few lanes or many: see attention.h.
 //
 // Codes are multiplied as whole numbers: a key's scale multiplies its scores, a value's scale what its scores have become.
+// A key's scale below zero says that its scores lack the query's with the sink (kvpool/fit.py).
 #pragma once
 
 #include <vector>
@@ -21,6 +22,7 @@ struct Scratch {
   alignas(64) float out[LANES * DIM];     // [lane][dim]
   alignas(64) float high[LANES], total[LANES];
   alignas(64) float row[DIM];
+  alignas(64) float sink[LANES];          // each query's score with the sink
   // Of codes: the scales of a tile's keys and values, and 4 bits as 8.
   alignas(64) float key_scale[KEYS], value_scale[KEYS];
   alignas(64) int8_t keys[KEYS * DIM], values[KEYS * DIM];
@@ -179,6 +181,10 @@ inline void weigh(const Stored* values, const int64_t* at, const int64_t* ahead,
     for (int n = 0; n < N; n++) store(out + m * dim + n * W, total[m][n]);
 }
 
+inline vf scaled(vf score, vf scale, vf sink) {
+  return score * magnitude(scale) + (vf)((vu)sink & (vu)(scale < 0.0f));
+}
+
 // Up to a multiple of W.
 inline void scale_scores(const float* scales, int64_t count, float* scores) {
   for (int64_t key = 0; key < count; key += W) store(scores + key, load<vf>(scores + key) * load<vf>(scales + key));
@@ -199,7 +205,11 @@ inline void few_lanes(const Attended& t, const int64_t* table, int64_t head, int
       dots<Stored, M>(keys.from, keys.at + key, keys.ahead + key, s.query, dim, s.scores + key);
     if constexpr (CODED<Stored>) {
       read_scales(t, t.keys, table, head, tile, end, s.key_scale);
-      for (int m = 0; m < M; m++) scale_scores(s.key_scale, count, s.scores + m * KEYS);
+      for (int m = 0; m < M; m++)
+        for (int64_t key = 0; key < count; key += W) {
+          float* at = s.scores + m * KEYS + key;
+          store(at, scaled(load<vf>(at), load<vf>(s.key_scale + key), splat(s.sink[m])));
+        }
     }
     const int64_t unseen = t.window ? std::max<int64_t>(0, position - t.window + 1 - tile) : 0;
     float factors[M], totals[M] = {};
@@ -260,7 +270,7 @@ inline void many_lanes(const Attended& t, const int64_t* table, int64_t head, in
       for (int64_t key = 0; key < count; key++) {
         float* at = s.scores + key * LANES + lane;
         vf v = load<vf>(at);
-        if constexpr (CODED<Stored>) v = v * s.key_scale[key];
+        if constexpr (CODED<Stored>) v = scaled(v, splat(s.key_scale[key]), load<vf>(s.sink + lane));
         if (t.softcap != 0) v = hyperbolic_tangent(v / t.softcap) * t.softcap;
         if (edge) {
           const int32_t seen = int32_t(tile + key);

@@ -109,11 +109,11 @@ octavo::Plane plane_of(const Tensor& tiles, int64_t kv_heads, int64_t block_size
   return {pointer<char>(tiles), size, row, bits, nullptr};
 }
 
-// Keys with their fit [3, kv_heads, dim], of the first of so many layers.
+// Keys with their fit [4, kv_heads, dim], of the first of so many layers.
 octavo::Plane keys_of(const Tensor& tiles, const optional<Tensor>& fit, int64_t layers, int64_t kv_heads,
                       int64_t block_size, int64_t dim) {
   octavo::Plane plane = plane_of(tiles, kv_heads, block_size, dim, "keys");
-  if (fit) plane.fit = pointer<float>(checked(*fit, at::kFloat, {layers, 3, kv_heads, dim}, "fit"));
+  if (fit) plane.fit = pointer<float>(checked(*fit, at::kFloat, {layers, 4, kv_heads, dim}, "fit"));
   TORCH_CHECK((plane.bits != 0) == fit.has_value(), "keys as codes, and no others, have a fit");
   return plane;
 }
@@ -180,7 +180,7 @@ struct Decoder : torch::CustomClassHolder {
   }
 
   // x [tokens, hidden] float32 becomes the residual stream after the last layer; keys and values go to the pool.
-  // keys and values: a plane of a layer behind the other; fit [layers, 3, kv_heads, dim]. cos_sin: cos and sin [tokens, half] of each rotary table.
+  // keys and values: a plane of a layer behind the other; fit [layers, 4, kv_heads, dim]. cos_sin: cos and sin [tokens, half] of each rotary table.
   void forward(const Tensor& x, const Tensor& keys, const Tensor& values, const optional<Tensor>& fit,
                int64_t block_size, const std::vector<Tensor>& cos_sin, const Tensor& blocks, const Tensor& offsets,
                const Tensor& row_starts, const Tensor& starts, const Tensor& counts, const Tensor& tables) {
@@ -193,7 +193,7 @@ struct Decoder : torch::CustomClassHolder {
     const octavo::Pool kv{pool_kind(keys), block_size,
                           keys_of(keys[0], fit, keys.size(0), g.kv_heads, block_size, g.dim),
                           plane_of(values[0], g.kv_heads, block_size, g.dim, "values"),
-                          int64_t(keys.stride(0) * keys.element_size()), 3 * g.kv_heads * g.dim};
+                          int64_t(keys.stride(0) * keys.element_size()), 4 * g.kv_heads * g.dim};
     std::vector<octavo::Rotary> rotaries;
     for (size_t i = 0; i + 1 < cos_sin.size(); i += 2) {
       const int64_t half = cos_sin[i].size(-1);
@@ -242,7 +242,7 @@ struct Decoder : torch::CustomClassHolder {
   }
 };
 
-// query [tokens, heads, dim] float32; keys and values: planes of one layer; fit [1, 3, kv_heads, dim] → as query.
+// query [tokens, heads, dim] float32; keys and values: planes of one layer; fit [1, 4, kv_heads, dim] → as query.
 Tensor attention(const Tensor& query, const Tensor& keys, const Tensor& values, const optional<Tensor>& fit,
                  int64_t block_size, const Tensor& blocks, const Tensor& offsets, const Tensor& row_starts, const Tensor& starts,
                  const Tensor& counts, const Tensor& tables, double scale, int64_t window, double softcap) {

@@ -57,7 +57,7 @@ struct Plane {
   char* data;
   int64_t tile, row;  // from one tile, or vector, to the next: in numbers, or in bytes where there are codes
   int bits;           // of a code, 8 or 4; 0: plain numbers
-  const float* fit;   // of keys as codes: see kvpool/fit.py, [3, kv_heads, dim]; null: none
+  const float* fit;   // of keys as codes: see kvpool/fit.py, [4, kv_heads, dim]; null: none
 };
 
 struct Pool {

@@ -41,7 +41,7 @@ inline vf power_of_two(vf x) {
   p = p * f + 0.240222424f;
   p = p * f + 0.693147004f;
   p = p * f + 1.0f;
-  return (vf)(((vi)p + ((vi)shifted << 23)) & (vi)(x >= -126.0f));
+  return (vf)(((vu)p + ((vu)shifted << 23)) & (vu)(x >= -126.0f));
 }
 
 // The likeliest candidates: those above a weight, and of those that equal it the first `ties`.

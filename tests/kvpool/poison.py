@@ -10,10 +10,11 @@ from kvpool.storage import KVStorage
 
 
 def randomise(fit: KeyFit | None, seed: int = 0) -> None:
-    """Any shift and balance, where there are any."""
+    """Any shift, balance and sink, where there are any."""
     if fit is not None:
         balance = torch.randn(fit.data[:, 0].shape, generator=torch.Generator().manual_seed(seed)).div(2).exp()
-        fit.data.copy_(torch.stack([balance - 1, 1 / balance, balance], 1))
+        sink = torch.randn(balance.shape, generator=torch.Generator().manual_seed(seed + 1)).div(2)
+        fit.data.copy_(torch.stack([balance - 1, 1 / balance, balance, sink], 1))
 
 
 def poison(storage: KVStorage, blocks: int | slice | Tensor = slice(1, None), layer: int | slice = slice(None)) -> None:

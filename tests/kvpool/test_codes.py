@@ -115,3 +115,17 @@ def test_zeros_and_broken_numbers(codec: Codec) -> None:
     assert found[:2].eq(0).all()
     assert found[2:4].isnan().all()
     assert found[4].isfinite().all()
+
+
+@pytest.mark.parametrize("codec", [KEYS, Codec(8, True)])
+def test_keys_beside_the_sink(codec: Codec) -> None:
+    """One near it keeps what it has beside it, with that one's small error; others are as they were; one that equals
+    it is told from one that is zero."""
+    sink = 20 * gaussian(1, 64, seed=1)[0]
+    x = torch.cat([sink + gaussian(50, 64), gaussian(50, 64, seed=2), sink[None], torch.zeros(1, 64)])
+    codes, scales = codec.encode(x, sink)
+    assert (scales < 0).tolist() == [True] * 50 + [False] * 50 + [True, False]
+    errors = (codec.decode(codes, scales, sink) - turned(codec, x)).norm(dim=-1)
+    assert float(errors[:50].max()) < 0.2 * 64**0.5
+    assert float(errors[100:].max()) < 1e-4
+    assert torch.equal(codec.decode(codes, scales, sink)[50:100], read(codec, x[50:100]))

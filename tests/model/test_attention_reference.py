@@ -64,7 +64,8 @@ def scene(
         if storage.fit is None:
             keys.append(stored(storage.keys, k))
         else:  # what moves all scores alike is left out
-            keys.append(stored(storage.keys, storage.fit.key(LAYER, k)) * storage.fit.data[LAYER, 2])
+            fitted = stored(storage.keys, storage.fit.key(LAYER, k), storage.fit.sink(LAYER))
+            keys.append(fitted * storage.fit.data[LAYER, 2])
         values.append(stored(storage.values, v))
         positions = torch.arange(length)
         slots = torch.tensor(table)[positions // size] * size + positions % size
@@ -77,11 +78,11 @@ def scene(
     return Scene(inputs, storage, query, keys, values)
 
 
-def stored(plane: Plane, x: Tensor) -> Tensor:
+def stored(plane: Plane, x: Tensor, sink: Tensor | None = None) -> Tensor:
     """What the pool makes of keys or values, float64, codes turned back."""
     if plane.codec is None:
         return x.to(plane.tiles.dtype).double()
-    decoded = plane.codec.decode(*plane.codec.encode(x)).double()
+    decoded = plane.codec.decode(*plane.codec.encode(x, sink), sink).double()
     return decoded @ rotation(x.shape[-1], CPU).double() if plane.codec.rotated else decoded
 
 

@@ -205,7 +205,7 @@ class World:
         self.pool = KVPool(blocks + 1, block_size, prefix_caching, window, tier)
         self.runner = FakeRunner(blocks + 1, block_size, self._advance, self.limits.rope_switch, window)
         self.cost = CostModel()
-        self.device = Device(self.runner) if depth else None
+        self.device = Device(self.runner, lambda: self.now) if depth else None
         self.engine = self.make_engine()
         self.capacity = min(blocks * block_size, self.limits.max_model_len)
         self.submits: dict[int, Submit] = {}

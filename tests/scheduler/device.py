@@ -3,17 +3,18 @@
     execute ── queue ── run, some time later ── result       a step runs when it, or one behind it, is read, or before
                                                              nobody knows when; what it drew is seen by reading alone
 
-A step keeps what it drew, and the next one takes its first tokens from there. It refuses a step that touches a block
-to which a step in flight writes for somebody else, and one that writes to a block that a step in flight reads: whoever
-ended in flight must keep its blocks until it has landed, and nothing may be found by its prefix before it was computed.
-A step that runs behind one that has failed computes nonsense, as a device would.
+A step takes its seconds behind the one before, and whoever reads it waits for its end. It keeps what it drew, and the
+next one takes its first tokens from there. The device refuses a step that touches a block to which a step in flight
+writes for somebody else, and one that writes to a block that a step in flight reads: whoever ended in flight must keep
+its blocks until it has landed, and nothing may be found by its prefix before it was computed. A step that runs behind
+one that has failed computes nonsense, as a device would.
 """
 
 from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -37,6 +38,7 @@ class Launched:
     def __init__(self, device: Device, number: int, batch: Batch, window: int) -> None:
         size = device.size
         self.device, self.number = device, number
+        self.launched = self.end = device.clock()
         self.rows = [replace(row, tokens=row.tokens.copy(), blocks=row.blocks.copy()) for row in batch.rows]
         self.owners = [row.tokens for row in batch.rows]
         self.copies = batch.copies
@@ -86,8 +88,12 @@ class Launched:
 class Device:
     """Implements model.batch.Executor and scheduler.tiering.BlockMemory."""
 
-    def __init__(self, runner: FakeRunner) -> None:
-        self.runner = runner
+    def __init__(self, runner: FakeRunner, clock: Callable[[], float]) -> None:
+        """`clock` must tell what the runner advances."""
+        self.runner, self.clock = runner, clock
+        self.wait, runner.advance = runner.advance, self._spend
+        self.end = 0.0
+        """Of the last step that ran."""
         self.size = runner.size
         self.rng = random.Random(0)
         self.queue: deque[Launched] = deque()
@@ -115,6 +121,7 @@ class Device:
         while step in self.queue:
             self._run()
         if step in self.flying:
+            self.wait(max(0.0, step.end - self.clock()))
             self.flying.remove(step)
             self.log.append(("read", step.number))
 
@@ -134,7 +141,13 @@ class Device:
                     raise BlockInFlight(f"block {block} is free, and step {step.number} writes to it")
 
     def _run(self) -> None:
-        self.queue.popleft().run(self.runner)
+        step = self.queue.popleft()
+        self.end = max(self.end, step.launched)
+        step.run(self.runner)
+        step.end = self.end
+
+    def _spend(self, seconds: float) -> None:
+        self.end += seconds
 
     def _run_all(self) -> None:
         while self.queue:

@@ -41,7 +41,8 @@ def made(folder: Path, **options: Any) -> tuple[Engine, list[str]]:
 
 @pytest.mark.parametrize(("asked", "at_once"), [(None, 1), (True, 0)])
 def test_steps_overlap_where_that_is_asked_for(folder: Path, asked: bool | None, at_once: int) -> None:
-    engine, _ = made(folder, async_scheduling=asked)
+    engine, lines = made(folder, async_scheduling=asked)
+    assert ("--async-scheduling buys nothing on a CPU" in "".join(lines)) == (asked is True)
     params = SamplingParams(max_tokens=3, seed=0, temperature=0.0)
     assert len(engine.step([Submit(id=1, prompt_ids=[1, 2, 3], params=params)]).tokens) == at_once
     assert len(engine.step().tokens) == 1

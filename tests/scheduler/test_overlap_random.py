@@ -1,8 +1,8 @@
-"""Ten thousand random steps twice: with each step read at once, and with one in flight while the next is planned.
+"""Random steps twice: with each step read at once, and with one in flight while the next is planned.
 
 The same requests and aborts come at the same steps. Whatever is waited for, dropped, preempted, forked or computed
-again on the way, every stream brings the same tokens and the same end; and what the oracle says, where it knows.
-`FUZZ` multiplies the steps.
+again on the way, every stream brings the same tokens and the same end; and what the oracle says, where it knows. With
+FUZZ=3 they are ten thousand.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ MIXES = [
     Mix("window", 20, window=9),
     Mix("tier", 12, tier=True),
 ]
-STEPS = 10_000 * FACTOR // len(MIXES)
+STEPS = 310 * FACTOR
 
 
 def make(mix: Mix, depth: int, switch: int | None) -> World:
@@ -81,8 +81,8 @@ def make(mix: Mix, depth: int, switch: int | None) -> World:
     if mix.drafts:
         it.runner.draw = parrot
     if mix.faults:
-        it.runner.raises = lambda row: sum(row.tokens[:2]) % 7 == 0 and len(row.tokens) % 20 == 9
-        it.runner.spoiled = lambda row: sum(row.tokens[:2]) % 7 == 1 and len(row.tokens) % 20 == 8
+        it.runner.raises = lambda row: sum(row.tokens) % 89 == 0
+        it.runner.spoiled = lambda row: sum(row.tokens) % 89 == 1
     if mix.hiccups:
         calls = itertools.count(1)
         it.runner.raises = lambda row: next(calls) % 61 == 0
@@ -134,6 +134,7 @@ def tell(it: World, other: World) -> None:
 def test_streams_do_not_know_the_depth(rng: random.Random, mix: Mix) -> None:
     switch = rng.choice([None, 24]) if mix.window is None else None
     alone, ahead = (make(mix, depth, switch) for depth in (0, 1))
+    alone.engine.check = lambda: None  # type: ignore[method-assign]  # What others test takes half of the time.
     stems = [[rng.randrange(12) for _ in range(30)] for _ in range(2)]
     for _ in range(STEPS):
         busy = sum(stream.finish is FinishReason.RUNNING for stream in ahead.streams.values())
