@@ -42,24 +42,24 @@ class Codec:
         return head_dim * self.bits // 8
 
     def encode(self, x: Tensor, sink: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """[..., head_dim] → codes uint8 [..., code_bytes], scales float16 [...]. `sink` broadcasts to x."""
+        """[..., head_dim] → codes uint8 [..., code_bytes], scales float16 [...]. `sink`, rotated, broadcasts to
+        x."""
         x = x.float()
+        if self.rotated:
+            x = x @ rotation(x.shape[-1], x.device).T
+        sinks = torch.zeros_like(x[..., 0], dtype=torch.bool)
         if sink is not None:
             left = x - sink
             sinks = left.square().sum(-1) < x.square().sum(-1)
-            codes, scale = self.encode(torch.where(sinks.unsqueeze(-1), left, x))
-            return codes, torch.where(sinks, -scale.clamp(min=LEAST), scale)
-        if self.rotated:
-            x = x @ rotation(x.shape[-1], x.device).T
+            x = torch.where(sinks.unsqueeze(-1), left, x)
         codes, scale = self._nibbles(x) if self.bits == 4 else self._bytes(x)
-        return codes, scale.half()
+        return codes, torch.where(sinks, -scale.clamp(min=LEAST), scale).half()
 
     def decode(self, codes: Tensor, scales: Tensor, sink: Tensor | None = None) -> Tensor:
         """What encode() made → float32 [..., head_dim], rotated where this codec rotates."""
         if sink is not None:
             left = self.decode(codes, scales.abs())
-            turned = sink @ rotation(sink.shape[-1], sink.device).T if self.rotated else sink
-            return torch.where((scales < 0).unsqueeze(-1), left + turned, left)
+            return torch.where((scales < 0).unsqueeze(-1), left + sink, left)
         if self.bits == 4:
             levels = torch.tensor(LEVELS, dtype=torch.float32, device=codes.device)
             values = torch.cat([levels, -levels])[torch.cat([codes & 15, codes >> 4], -1).long()]

@@ -21,12 +21,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvpool.rotation import rotation
+
 LEAST = 1e-3
 """A place's rms counts as at least so much of the head's largest."""
 
 
 class KeyFit:
-    """`data` float32 [layers, 4, kv_heads, head_dim]: shift, 1 / balance, balance, sink."""
+    """`data` float32 [layers, 4, kv_heads, head_dim]: shift, 1 / balance, balance, and the sink, rotated as codes
+    are."""
 
     __slots__ = ("data",)
 
@@ -45,7 +48,8 @@ class KeyFit:
         key, query = (x.clamp(min=(LEAST * x.amax(-1, keepdim=True)).clamp(min=1e-30)) for x in (key, query))
         balance = (key / query).sqrt()
         balance = balance / balance.log().mean(-1, keepdim=True).exp()
-        self.data[layer] = torch.stack([shift, 1.0 / balance, balance, (firsts.mean(1) - shift) / balance])
+        sink = (firsts.mean(1) - shift) / balance @ rotation(keys.shape[-1], keys.device).T
+        self.data[layer] = torch.stack([shift, 1.0 / balance, balance, sink])
 
     def layer(self, layer: int) -> Tensor:
         """[1, 4, kv_heads, head_dim]"""
@@ -58,7 +62,7 @@ class KeyFit:
         return fitted
 
     def sink(self, layer: int) -> Tensor:
-        """[kv_heads, head_dim], among keys as key() gives them."""
+        """[kv_heads, head_dim], among rotated keys."""
         return self.data[layer, 3]
 
     def query(self, layer: int, q: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from kvpool.formats import FORMATS, KVLayout
-from kvpool.plane import Plane
 from kvpool.rotation import rotation
 from kvpool.storage import KVStorage
 from model.attention.base import Attention
@@ -67,7 +66,7 @@ def _attention(
     for pool in (storage, plain):
         if pool.fit is not None:
             balance = torch.linspace(0.3, 3.0, dim, device=device).expand(1, kv_heads, dim)
-            pool.fit.data.copy_(torch.stack([balance - 1, 1 / balance, balance], 1))
+            pool.fit.data.copy_(torch.stack([balance - 1, 1 / balance, balance, balance.flip(-1) - 1], 1))
     batch = [
         Row([0] * n, n, start, n - start, list(range(sum(blocks[:i]) + 1, sum(blocks[: i + 1]) + 1)), _PARAMS)
         for i, ((start, _), n) in enumerate(zip(rows, lengths, strict=True))
@@ -84,13 +83,13 @@ def _attention(
     plain.write_at(0, qk[:, heads:], qkv[:, heads + kv_heads :], whole.blocks, whole.offsets)
     name = f"{heads}/{kv_heads}x{dim} {kv}"
     for part in ("keys", "values"):
-        found, expected = (_read(getattr(pool, part), whole, kv_heads) for pool in (storage, plain))
+        found, expected = (_read(pool, part, whole, kv_heads) for pool in (storage, plain))
         off = (found - expected).abs() > 0.02 * expected.abs().amax(-1, keepdim=True)
         yield Check(f"write {part} {name}", float(off.double().mean()), 2e-3)
 
     query = qk[:, :heads].to(dtype)[_chosen(rows, lengths).to(device)]
     out = attention(query, storage, 0, step, scale=dim**-0.5, window=window, softcap=softcap)
-    k, v = (_turned_back(getattr(storage, part), whole, kv_heads) for part in ("keys", "values"))
+    k, v = (_turned_back(storage, part, whole, kv_heads) for part in ("keys", "values"))
     wanted = query.double()
     if storage.fit is not None:
         k = k * storage.fit.data[0, 2].double()  # without the shift, which moves all scores of a query alike
@@ -143,15 +142,17 @@ def _chosen(rows: list[tuple[int, int]], lengths: list[int]) -> Tensor:
     )
 
 
-def _read(plane: Plane, inputs: StepInputs, kv_heads: int) -> Tensor:
+def _read(pool: KVStorage, part: str, inputs: StepInputs, kv_heads: int) -> Tensor:
     """What the pool holds of each token, float32 [tokens, kv_heads, head_dim]."""
-    device = inputs.blocks.device
+    device, plane = inputs.blocks.device, pool.keys if part == "keys" else pool.values
+    sink = pool.fit.sink(0) if pool.fit is not None and part == "keys" else None
     tiles = (inputs.blocks[:, None] * kv_heads + torch.arange(kv_heads, device=device)).flatten()
-    found = plane.read(0, tiles).view(len(inputs.blocks), kv_heads, plane.block_size, plane.head_dim)
+    found = plane.read(0, tiles, sink).view(len(inputs.blocks), kv_heads, plane.block_size, plane.head_dim)
     return found[torch.arange(len(found), device=device), :, inputs.offsets]
 
 
-def _turned_back(plane: Plane, inputs: StepInputs, kv_heads: int) -> Tensor:
-    found = _read(plane, inputs, kv_heads).double()
+def _turned_back(pool: KVStorage, part: str, inputs: StepInputs, kv_heads: int) -> Tensor:
+    found = _read(pool, part, inputs, kv_heads).double()
+    plane = pool.keys if part == "keys" else pool.values
     rotated = plane.codec is not None and plane.codec.rotated
     return found @ rotation(plane.head_dim, found.device).double() if rotated else found

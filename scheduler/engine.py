@@ -280,7 +280,7 @@ class Engine:
             if count > 1 or row.start < sequence.prompt_len:
                 counters.computed_tokens += count
                 new = request.bill(row.start, end)
-            self._state.tenants.charge(request.tenant, new, len(drawn), row.start + count / 2)
+            self._state.tenants.charge(request.tenant, new, len(drawn), end - new / 2)
             self._commit(sequence, row.start, end)
             if request.prompt_values is not None:
                 values = result.prompt_logprobs[number]

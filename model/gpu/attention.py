@@ -4,7 +4,8 @@
     an item of work       such a tile and a range of its keys; which there are: `model.gpu.plan`
     its keys              taken TILE at a time from wherever their blocks lie, with the softmax that goes along
 
-Scales of codes multiply columns of scores, and of the weights of values; tiles are never rescaled.
+Scales of codes multiply columns of scores, and of the weights of values; tiles are never rescaled. The score of a key
+whose scale is below zero is beside the query's with the sink (`kvpool.fit`).
 """
 
 import torch
@@ -26,6 +27,7 @@ def attend(
     query,
     keys,
     values,
+    sink,
     out,
     parts,
     weights,
@@ -83,6 +85,12 @@ def attend(
     at = query + (token + m // GROUP) * stride + here * DIM + d
     q0, q1 = tl.load(at, mask=mask, other=0.0).to(DOT), tl.load(at + H, mask=mask, other=0.0).to(DOT)
 
+    sunk = tl.zeros([ROWS, 1], tl.float32)  # each query's score with the sink
+    if KEY_BITS <= 8:
+        centre = sink + head * DIM + d
+        sunk = tl.sum(q0.to(tl.float32) * tl.load(centre, mask=d < H, other=0.0), axis=1, keep_dims=True)
+        sunk += tl.sum(q1.to(tl.float32) * tl.load(centre + H, mask=d < H, other=0.0), axis=1, keep_dims=True)
+
     top = tl.full([ROWS, 1], float("-inf"), tl.float32)
     total = tl.zeros([ROWS, 1], tl.float32)
     sum0 = tl.zeros([ROWS, HALF], tl.float32)
@@ -99,7 +107,8 @@ def attend(
         scores = tl.dot(q1, k1, tl.dot(q0, k0, input_precision="tf32x3"), input_precision="tf32x3")
         if KEY_BITS <= 8:
             found = tl.load(scale_at(keys, tile, slot, DIM, BLOCK, KEY_BITS), mask=inside, other=0.0)
-            scores *= found.to(tl.float32)[None, :]
+            found = found.to(tl.float32)[None, :]
+            scores = scores * tl.abs(found) + tl.where(found < 0.0, sunk, 0.0)
         scores *= scale
         if CAPPED:
             scores = softcap - 2.0 * softcap / (tl.exp(scores * (2.0 / softcap)) + 1.0)
@@ -213,6 +222,7 @@ def attention(
                 "query": query,
                 "keys": storage.k[layer],
                 "values": storage.v[layer],
+                "sink": query if storage.fit is None else storage.fit.sink(layer),
                 "out": out,
                 "parts": parts,
                 "weights": weights,

@@ -9,6 +9,7 @@ import triton.language as tl
 
 SPREAD = tl.constexpr(46.47)
 LARGEST = tl.constexpr(65504.0)
+SMALLEST = tl.constexpr(2.0**-24)
 ROUND = tl.constexpr(12582912.0)  # 1.5 · 2²³: adding it leaves a float32 no place for a fraction
 
 # Four bytes of codes become 4 low and 4 high bfloat16 values. A nibble without its sign selects a byte of eight, which
@@ -163,6 +164,7 @@ def store(
     plane,
     x0,
     x1,
+    sinks,
     tile,
     slot,
     d,
@@ -173,7 +175,10 @@ def store(
     BITS: tl.constexpr,
     UNBIASED: tl.constexpr,
 ):
-    """Write vectors, float32 halves [n, HALF], rotated already where their codec rotates them; tile and slot [n, 1]."""
+    """Write vectors, float32 halves [n, HALF], rotated already where their codec rotates them; tile and slot [n, 1].
+
+    UNBIASED: they are keys; where `sinks` [n, 1], what these have beside the sink.
+    """
     H: tl.constexpr = DIM // 2
     SIZE: tl.constexpr = BLOCK * (DIM * BITS // 8 + 2) if BITS <= 8 else BLOCK * DIM
     real = d < H
@@ -205,6 +210,9 @@ def store(
                 )
             scale = (tl.minimum(tl.where(square == 0.0, 0.0, found), LARGEST) + broken).to(tl.float16)
             tl.store(plane + tile * SIZE + slot * H + d, (n0 | (n1 << 4)).to(tl.uint8), mask=mask)
+        if UNBIASED:
+            size = scale.to(tl.float32)
+            scale = tl.where(sinks, -tl.where(size < SMALLEST, SMALLEST, size), size).to(tl.float16)
         tl.store(scale_at(plane, tile, slot, DIM, BLOCK, BITS), scale, mask=inside)
 
 

@@ -69,7 +69,7 @@ def write(
     """Some tokens of one head, of queries, keys and values one after the other.
 
     qkv [tokens, HEADS + 2 KV_HEADS, DIM] → query [tokens, HEADS, DIM], and the pool. weight [HEADS + KV_HEADS, DIM],
-    cos, sin [tokens, ROTARY], fit [3, KV_HEADS, DIM], blocks and offsets int64 [tokens].
+    cos, sin [tokens, ROTARY], fit [4, KV_HEADS, DIM], blocks and offsets int64 [tokens].
     """
     H: tl.constexpr = DIM // 2
     head = tl.program_id(1)
@@ -99,6 +99,7 @@ def write(
             tl.store(to + H, y1, mask=inside)
         else:
             kv = head - HEADS
+            sinks = known
             if KEY_BITS <= 8:
                 shift = fit + kv * DIM + d
                 inverse_balance = shift + KV_HEADS * DIM
@@ -107,9 +108,16 @@ def write(
                     inverse_balance + H, mask=d < H, other=0.0
                 )
                 y0, y1 = rotated(y0, y1, signs, DIM, HALF, DOT)
+                sink = fit + (3 * KV_HEADS + kv) * DIM + d
+                left0 = y0 - tl.load(sink, mask=d < H, other=0.0)
+                left1 = y1 - tl.load(sink + H, mask=d < H, other=0.0)
+                whole = tl.sum(y0 * y0, axis=1, keep_dims=True) + tl.sum(y1 * y1, axis=1, keep_dims=True)
+                left = tl.sum(left0 * left0, axis=1, keep_dims=True) + tl.sum(left1 * left1, axis=1, keep_dims=True)
+                sinks = left < whole
+                y0, y1 = tl.where(sinks, left0, y0), tl.where(sinks, left1, y1)
             tile = tl.load(blocks + token, mask=known, other=0) * KV_HEADS + kv
             slot = tl.load(offsets + token, mask=known, other=0)
-            store(keys, y0, y1, tile, slot, d, known, DIM, HALF, BLOCK, KEY_BITS, True)
+            store(keys, y0, y1, sinks, tile, slot, d, known, DIM, HALF, BLOCK, KEY_BITS, True)
     else:
         y0 = tl.load(x + d, mask=inside, other=0.0).to(tl.float32)
         y1 = tl.load(x + d + H, mask=inside, other=0.0).to(tl.float32)
@@ -117,7 +125,7 @@ def write(
             y0, y1 = rotated(y0, y1, signs, DIM, HALF, DOT)
         tile = tl.load(blocks + token, mask=known, other=0) * KV_HEADS + head - HEADS - KV_HEADS
         slot = tl.load(offsets + token, mask=known, other=0)
-        store(values, y0, y1, tile, slot, d, known, DIM, HALF, BLOCK, VALUE_BITS, False)
+        store(values, y0, y1, known, tile, slot, d, known, DIM, HALF, BLOCK, VALUE_BITS, False)
 
 
 def writing(

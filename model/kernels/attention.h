@@ -40,12 +40,12 @@ inline void put_query(const Attended& t, int64_t token, int64_t head, int lane, 
   for (int64_t d = 0; d < t.dim; d += W) store(row + d, load<vf>(q + d) * t.scale);
   if (t.keys.fit) {
     fit_query(t.keys, t.kv_heads, head / t.shared(), row, t.dim);
+    rotate_code(row, t.dim);
     const float* sink = sink_of(t.keys, t.kv_heads, head / t.shared(), t.dim);
     vf dot = {};
     for (int64_t d = 0; d < t.dim; d += W) dot += load<vf>(row + d) * load<vf>(sink + d);
     s.sink[lane] = sum(dot);
   }
-  if (t.keys.bits) rotate_code(row, t.dim);
   if (!few)
     for (int64_t d = 0; d < t.dim; d++) s.query[d * LANES + lane] = row[d];
 }

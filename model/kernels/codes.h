@@ -183,12 +183,12 @@ inline void fit_query(const Plane& p, int64_t kv_heads, int64_t head, float* x, 
   for (int64_t d = 0; d < dim; d += W) store(x + d, load<vf>(x + d) * load<vf>(balance + d));
 }
 
-// The centre of keys that draw attention to themselves, among keys as fit_key leaves them.
+// The centre of keys that draw attention to themselves, among fitted and rotated ones.
 inline const float* sink_of(const Plane& p, int64_t kv_heads, int64_t head, int64_t dim) {
   return p.fit + (3 * kv_heads + head) * dim;
 }
 
-// Of a fitted key that is nearer to the sink than to zero, what it has beside it. Returns whether it is.
+// Of a fitted and rotated key that is nearer to the sink than to zero, what it has beside it. Returns whether it is.
 inline bool leave_sink(const float* sink, float* x, int64_t dim) {
   vf whole = {}, left = {};
   for (int64_t d = 0; d < dim; d += W) {
@@ -209,8 +209,8 @@ inline void write_codes(const Plane& p, int64_t block, int64_t kv_heads, int64_t
   vf broken = {};
   for (int64_t d = 0; d < dim; d += W) broken += load<vf>(x + d) - load<vf>(x + d);
   if (p.fit) fit_key(p, kv_heads, head, x, dim);
-  const bool sinks = p.fit && leave_sink(sink_of(p, kv_heads, head, dim), x, dim);
   if (key || p.bits == 4) rotate_code(x, dim);
+  const bool sinks = p.fit && leave_sink(sink_of(p, kv_heads, head, dim), x, dim);
   f16 scale = p.bits == 4 ? encode_nibbles(x, dim, key, sum(broken), (uint8_t*)to)
                           : encode_bytes(x, dim, sum(broken), (int8_t*)to);
   if (sinks) scale = half_of(-std::max(float_of(scale), 0x1p-24f));

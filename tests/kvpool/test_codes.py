@@ -123,6 +123,7 @@ def test_keys_beside_the_sink(codec: Codec) -> None:
     it is told from one that is zero."""
     sink = 20 * gaussian(1, 64, seed=1)[0]
     x = torch.cat([sink + gaussian(50, 64), gaussian(50, 64, seed=2), sink[None], torch.zeros(1, 64)])
+    sink = turned(codec, sink)
     codes, scales = codec.encode(x, sink)
     assert (scales < 0).tolist() == [True] * 50 + [False] * 50 + [True, False]
     errors = (codec.decode(codes, scales, sink) - turned(codec, x)).norm(dim=-1)

@@ -7,6 +7,7 @@ from statistics import median
 
 import pytest
 
+from scheduler.fairness import EVEN
 from scheduler.limits import Limits
 from tests.scheduler.conftest import World
 from tests.scheduler.test_fairness import Machine
@@ -184,4 +185,5 @@ def test_recomputing_is_not_charged() -> None:
         assert it.last is not None
         assert (it.last.stats.preemptions > 0) == (blocks == 14)
         _, tenant = it.engine._state.tenants._idle["a"]
-        assert tenant.service == 3 * 12 + 2 * 4 * 20
+        prompt = 12 + 12 * 12 / 2 / EVEN
+        assert tenant.service == pytest.approx(3 * prompt + 2 * 4 * 20)

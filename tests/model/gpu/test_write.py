@@ -67,10 +67,12 @@ def both(
     return Written(query, mine, inputs), Written(expected, theirs, inputs)
 
 
-def read(plane: Plane, inputs: StepInputs) -> Tensor:
+def read(pool: KVStorage, name: str, inputs: StepInputs) -> Tensor:
     """What lies where the step wrote, [tokens, kv_heads, head_dim]."""
+    plane: Plane = getattr(pool, name)
+    sink = pool.fit.sink(LAYER) if pool.fit is not None and name == "keys" else None
     tiles = (inputs.blocks[:, None] * KV_HEADS + torch.arange(KV_HEADS)).flatten()
-    found = plane.read(LAYER, tiles).view(len(inputs.blocks), KV_HEADS, plane.block_size, plane.head_dim)
+    found = plane.read(LAYER, tiles, sink).view(len(inputs.blocks), KV_HEADS, plane.block_size, plane.head_dim)
     return found[torch.arange(len(found)), :, inputs.offsets]
 
 
@@ -92,7 +94,7 @@ def test_shapes(kv: str, dim: int, size: int, rotary: float, normed: bool) -> No
     torch.testing.assert_close(mine.query, theirs.query, rtol=1e-4, atol=1e-4)
     for name in ("keys", "values"):
         plane: Plane = getattr(mine.storage, name)
-        found, expected = read(plane, mine.inputs), read(getattr(theirs.storage, name), mine.inputs)
+        found, expected = read(mine.storage, name, mine.inputs), read(theirs.storage, name, mine.inputs)
         # Between two codes, or two numbers of 16 bits, one may get the one and one the other; and the interpreter cuts
         # off what bfloat16 has no bits for, where others round.
         step = 2**-7 if kv == "bfloat16" else 1e-3
@@ -114,8 +116,8 @@ def test_zeros_and_broken_numbers() -> None:
         qkv[3, HEADS:] *= 1e12
         mine, theirs = both(qkv, kv, 16, None, None)
         for name in ("keys", "values"):
-            found = read(getattr(mine.storage, name), mine.inputs)
-            expected = read(getattr(theirs.storage, name), mine.inputs)
+            found = read(mine.storage, name, mine.inputs)
+            expected = read(theirs.storage, name, mine.inputs)
             assert torch.equal(found.isnan(), expected.isnan())
             assert found[1:3].isnan().all()
             ok = ~expected.isnan()
