@@ -3,7 +3,7 @@
 Needs no network, no files and no web framework. Models have known shapes and random weights; one table at the end.
 
     checks     each kernel against float64
-    ours       the engine from prompts to answers: so many sequences, so much context, every format of keys and values
+    ours       the engine, its steps overlapped, from prompts to answers: sequences, context, format of keys and values
     theirs     transformers' continuous batching: the same shapes, prompts and answers
 
     prefill    prompt tokens a second until all sequences decode
@@ -159,7 +159,7 @@ def ours(model: Decoder, case: Case, answer: int, rate: float, device: torch.dev
     warm_up(runner, min(case.context, 8 * BLOCK))
     watch = Watch(runner, device)
     limits = Limits(max_num_seqs=case.batch, max_num_batched_tokens=STEP_TOKENS, max_model_len=case.context + 1)
-    engine = Engine(KVPool(blocks, BLOCK), watch, limits, time.monotonic)
+    engine = Engine(KVPool(blocks, BLOCK), watch, limits, time.monotonic, depth=1)
     params = SamplingParams(max_tokens=answer, seed=0, temperature=0.0)
     length = case.context - answer
     inbox = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,8 +13,9 @@ from kvpool.storage import KVStorage
 from model.attention.reference import clean
 from model.batch import BAD_GRAMMAR, Batch, Pending, Row, StepResult
 from model.decoder import Model
+from model.drawn import Drawn
 from model.grammar import Masks
-from model.inputs import InputBuilder, draws
+from model.inputs import InputBuilder, draws, to_device
 from model.kernels.loaded import Kernels
 from model.logprobs import prompt_logprobs
 from model.params import Logprob
@@ -37,7 +39,7 @@ class Runner:
         self.storage = storage
         self._builder = InputBuilder(max_num_batched_tokens, storage.block_size, storage.data.device)
         self._kernels = kernels
-        self._sampler = Sampler(kernels)
+        self._sampler = Sampler(kernels, asynchronous=storage.data.device.type != "cpu")
         self._masks = Masks()
 
     def execute(self, batch: Batch) -> Pending:
@@ -52,7 +54,8 @@ class Runner:
             if inputs.unread:
                 assert batch.after is not None
                 places, sources = zip(*inputs.unread, strict=True)
-                inputs.token_ids[list(places)] = drawn(batch.after, sources).to(inputs.device)
+                found = drawn(batch.after, sources).to(inputs.device)
+                inputs.token_ids.index_copy_(0, to_device(np.array(places), inputs.device), found)
             if self.model.reads_unwritten:
                 clean(self.storage, inputs.opened)
             hidden = self.model.forward(inputs, self.storage)
@@ -60,12 +63,24 @@ class Runner:
             starts = inputs.row_starts.tolist()
             prompts = self._prompts(rows, starts, hidden)
             states = {n: hidden[starts[n] : starts[n + 1]] for n, row in enumerate(rows) if row.params.pooling}
-        return Step(lambda: self._collect(rows, logits, prompts, states))
+            ahead, draws_ahead = self._ahead(rows, logits)
+        return Step(lambda: self._collect(rows, logits, ahead, prompts, states), ahead, draws_ahead)
+
+    def _ahead(self, rows: list[Row], logits: Tensor | None) -> tuple[Drawn | None, dict[int, int]]:
+        """On a GPU: draws that are enqueued with the step, and by row which of them is its own."""
+        if logits is None or not self._sampler.asynchronous:
+            return None, {}
+        drawing = [(number, place) for number, row in enumerate(rows) if draws(row) for place in positions(row)]
+        ahead = self._sampler.ahead(logits, [place for _, place in drawing])
+        if ahead is None:
+            return None, {}
+        return ahead, {number: draw for draw, (number, _) in enumerate(drawing) if draw in ahead.places}
 
     def _collect(
         self,
         rows: list[Row],
         logits: Tensor | None,
+        ahead: Drawn | None,
         prompts: dict[int, tuple[Tensor, list[int]]],
         states: dict[int, Tensor],
     ) -> StepResult:
@@ -75,7 +90,8 @@ class Runner:
                 drawing = [number for number, row in enumerate(rows) if draws(row)]
                 # Before anything waits for the logits: on a GPU they are still being computed.
                 masks = self._masks.fill([rows[number] for number in drawing])
-                tokens, logprobs = self._sampler.sample(logits, [p for n in drawing for p in positions(rows[n])], masks)
+                places = [place for number in drawing for place in positions(rows[number])]
+                tokens, logprobs = self._sampler.sample(logits, places, masks, ahead)
                 begin = 0
                 for number in drawing:
                     draft, matcher = rows[number].draft, rows[number].matcher
@@ -125,6 +141,9 @@ class Step:
     """A step under way: `finish` waits for it, and is let go then with the tensors that it holds."""
 
     finish: Callable[[], StepResult] | None
+    ahead: Drawn | None = None
+    draws: dict[int, int] = field(default_factory=dict)
+    """Of `ahead`, by row."""
     done: StepResult = field(default_factory=lambda: StepResult([], [], []))
 
     def result(self) -> StepResult:
@@ -135,7 +154,10 @@ class Step:
 
 
 def drawn(step: Pending, rows: Sequence[int]) -> Tensor:
-    """The tokens that these rows of a step drew, for one that begins with them; 0 for a row that drew none."""
+    """The tokens that these rows of a step drew, for one that begins with them; 0 for a row that drew none.
+    Waits for nothing where all of them were drawn ahead."""
+    if isinstance(step, Step) and step.ahead is not None and all(row in step.draws for row in rows):
+        return step.ahead.take([step.draws[row] for row in rows])
     tokens = step.result().tokens
     return torch.tensor([(tokens[row] or [0])[0] for row in rows]).clamp_(min=0)
 

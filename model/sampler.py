@@ -39,13 +39,13 @@ class Sampler:
     def __init__(self, kernels: Kernels | None = None, asynchronous: bool = False) -> None:
         """asynchronous: a device computes while the host goes on, so `ahead` is worth its while."""
         self._kernels = kernels
-        self._asynchronous = asynchronous
+        self.asynchronous = asynchronous
 
     def ahead(self, logits: torch.Tensor, rows: Sequence[Row]) -> Drawn | None:
         """Enqueue the draws that need nothing of their rows' tokens but how many there are; None where there is none.
         For `sample`, with the same logits and rows."""
         plain = [i for i, row in enumerate(rows) if row.matcher is None and not is_edited(row)]
-        if not (self._asynchronous and plain):
+        if not (self.asynchronous and plain):
             return None
         own = logits if len(plain) == len(rows) else _select(logits, plain)
         return Drawn(_draw_there(own, [rows[i] for i in plain]), plain)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch import Tensor
 
 from model.batch import Batch, Row
+from model.drawn import Drawn
 from model.executor import Runner
+from model.sampler import Sampler
 from scheduler.messages import SamplingParams
 from tests.model.parity import GREEDY, build, make_runner, prompts
 from tests.parity.session import Session
@@ -66,3 +71,27 @@ def test_a_row_begins_with_a_token_that_nobody_has_read(runner: Runner) -> None:
     first += one
     second += other
     assert ahead.result().tokens == right[::-1]
+
+
+@pytest.mark.parametrize(
+    "fields", [{"temperature": 0.0}, {"temperature": 0.9, "top_p": 0.9}, {"presence_penalty": 0.7}]
+)
+def test_the_same_tokens_where_the_device_draws_them(
+    runner: Runner, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: the next step takes them from there, and waits for none."""
+    asked = prompts(128, [5, 33, 50, 64, 79], seed=3)
+    params = SamplingParams(max_tokens=NEW, seed=5, **fields)
+    monkeypatch.setattr(runner, "_sampler", Sampler())
+    right = Session(runner).ask(asked, NEW, n=2, params=params)
+    monkeypatch.setattr(runner, "_sampler", Sampler(asynchronous=True))
+    read: list[int] = []
+    take = Drawn.take
+
+    def taken(drawn: Drawn, draws: Sequence[int]) -> Tensor:
+        read.append(len(draws))
+        return take(drawn, draws)
+
+    monkeypatch.setattr(Drawn, "take", taken)
+    assert Session(runner, depth=1).ask(asked, NEW, n=2, params=params) == right
+    assert (sum(read) > 100) == ("temperature" in fields)
