@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
 from model.config_fields import MAX_DEPTH, depth
-from server.errors import DeadlineExceeded, InvalidRequest, PayloadTooLarge, UnsupportedMediaType
+from server.errors import SURROGATE, DeadlineExceeded, InvalidRequest, PayloadTooLarge, UnsupportedMediaType
 from server.protocol.base import STRICT, invalid
 from server.service import Service
 
@@ -34,7 +34,6 @@ INLINE_BYTES = 64 * 1024
 M = TypeVar("M", bound=BaseModel)
 STRING = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)
 """A JSON string from behind its opening quote up to its closing one."""
-SURROGATE = re.compile("[\ud800-\udfff]")
 _Place = tuple[Any, Any] | None
 """A key, and the place it stands in."""
 T = TypeVar("T")

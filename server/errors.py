@@ -7,6 +7,7 @@ begun, the same body goes out as an error event. The messages are for clients: n
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -14,6 +15,8 @@ import orjson
 from starlette.responses import Response
 
 ANTHROPIC_PATH = "/v1/messages"
+SURROGATE = re.compile("[\ud800-\udfff]")
+"""Half of a pair, which is no character."""
 ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -60,7 +63,7 @@ class RequestError(Exception):
         numbers: Mapping[str, int] | None = None,
     ) -> None:
         super().__init__(message)
-        self.message = message.encode(errors="replace").decode()  # half a surrogate pair is no text
+        self.message = SURROGATE.sub("\ufffd", message)
         self.param = param
         self.code = code or self.code
         self.headers = {**self.headers, **(headers or {})}

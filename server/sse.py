@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from typing import Any
@@ -21,11 +20,10 @@ from sse_starlette.sse import AppStatus, EventSourceResponse
 from starlette.types import Receive, Scope, Send
 
 from server.connection import OUTLET, Outlet
-from server.errors import RequestError
+from server.errors import SURROGATE, RequestError
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
-SURROGATE = re.compile("[\ud800-\udfff]")
 QUIET_SECONDS = 10.0
 """A comment goes out where nothing was written for so long: silence never lasts 15 s."""
 TEXT = "\0text"
