@@ -27,6 +27,26 @@ PROMPT_ROWS = 64
 """Prompt positions whose logits exist at once."""
 
 
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """What a step draws, in the order of its logits."""
+
+    logits: Tensor
+    """float32 [draws, vocab]"""
+    rows: list[Row]
+    """Of each draw the row as it stands there."""
+    first: dict[int, int]
+    """By number of a row that draws: its first draw."""
+    ahead: Drawn | None
+    """Those that a GPU has drawn by itself."""
+
+    def take(self, numbers: Sequence[int]) -> Tensor | None:
+        """What these rows draw, on the device; None where some of it is not drawn there."""
+        if self.ahead is None or any(self.first.get(number) not in self.ahead.places for number in numbers):
+            return None
+        return self.ahead.take([self.first[number] for number in numbers])
+
+
 class Runner:
     """See `model.batch.Executor`. On a CPU `execute` computes the layers and `result` draws; on a GPU `execute` only
     enqueues, and `result` waits."""
@@ -59,52 +79,47 @@ class Runner:
             if self.model.reads_unwritten:
                 clean(self.storage, inputs.opened)
             hidden = self.model.forward(inputs, self.storage)
-            logits = self.model.logits(hidden.index_select(0, inputs.sampled)) if len(inputs.sampled) else None
+            drawing = self._draws(rows, hidden.index_select(0, inputs.sampled)) if len(inputs.sampled) else None
             starts = inputs.row_starts.tolist()
             prompts = self._prompts(rows, starts, hidden)
             states = {n: hidden[starts[n] : starts[n + 1]] for n, row in enumerate(rows) if row.params.pooling}
-            ahead, draws_ahead = self._ahead(rows, logits)
-        return Step(lambda: self._collect(rows, logits, ahead, prompts, states), ahead, draws_ahead)
+        return Step(lambda: self._collect(rows, drawing, prompts, states), drawing)
 
-    def _ahead(self, rows: list[Row], logits: Tensor | None) -> tuple[Drawn | None, dict[int, int]]:
-        """On a GPU: draws that are enqueued with the step, and by row which of them is its own."""
-        if logits is None or not self._sampler.asynchronous:
-            return None, {}
-        drawing = [(number, place) for number, row in enumerate(rows) if draws(row) for place in positions(row)]
-        ahead = self._sampler.ahead(logits, [place for _, place in drawing])
-        if ahead is None:
-            return None, {}
-        return ahead, {number: draw for draw, (number, _) in enumerate(drawing) if draw in ahead.places}
+    def _draws(self, rows: list[Row], hidden: Tensor) -> Draws:
+        """Of hidden states [draws, hidden]. On a GPU what can be drawn by itself is enqueued with the step."""
+        logits, places, first = self.model.logits(hidden), list[Row](), dict[int, int]()
+        for number, row in enumerate(rows):
+            if draws(row):
+                first[number] = len(places)
+                places += positions(row)
+        return Draws(logits, places, first, self._ahead(logits, places))
+
+    def _ahead(self, logits: Tensor, places: list[Row]) -> Drawn | None:
+        return self._sampler.ahead(logits, places)
 
     def _collect(
         self,
         rows: list[Row],
-        logits: Tensor | None,
-        ahead: Drawn | None,
+        drawing: Draws | None,
         prompts: dict[int, tuple[Tensor, list[int]]],
         states: dict[int, Tensor],
     ) -> StepResult:
         result = StepResult([[] for _ in rows], [[] for _ in rows], [None] * len(rows))
         with torch.inference_mode():
-            if logits is not None:
-                drawing = [number for number, row in enumerate(rows) if draws(row)]
+            if drawing is not None:
                 # Before anything waits for the logits: on a GPU they are still being computed.
-                masks = self._masks.fill([rows[number] for number in drawing])
-                places = [place for number in drawing for place in positions(rows[number])]
-                tokens, logprobs = self._sampler.sample(logits, places, masks, ahead)
-                begin = 0
-                for number in drawing:
+                masks = self._masks.fill([rows[number] for number in drawing.first])
+                tokens, logprobs = self._sampler.sample(drawing.logits, drawing.rows, masks, drawing.ahead)
+                for number, begin in drawing.first.items():
                     draft, matcher = rows[number].draft, rows[number].matcher
                     end = begin + 1 + len(draft)
                     if matcher is not None and matcher.error is not None:
                         result.tokens[number] = [BAD_GRAMMAR]
-                        begin = end
                         continue
                     drawn = agreed(draft, tokens[begin:end]) if draft else tokens[begin:end]
                     result.tokens[number] = drawn
                     if rows[number].params.logprobs is not None:
                         result.logprobs[number] = [v for v in logprobs[begin : begin + len(drawn)] if v is not None]
-                    begin = end
             for number, row in enumerate(rows):
                 if row.params.prompt_logprobs is not None:
                     result.prompt_logprobs[number] = []
@@ -141,9 +156,7 @@ class Step:
     """A step under way: `finish` waits for it, and is let go then with the tensors that it holds."""
 
     finish: Callable[[], StepResult] | None
-    ahead: Drawn | None = None
-    draws: dict[int, int] = field(default_factory=dict)
-    """Of `ahead`, by row."""
+    draws: Draws | None = None
     done: StepResult = field(default_factory=lambda: StepResult([], [], []))
 
     def result(self) -> StepResult:
@@ -156,8 +169,9 @@ class Step:
 def drawn(step: Pending, rows: Sequence[int]) -> Tensor:
     """The tokens that these rows of a step drew, for one that begins with them; 0 for a row that drew none.
     Waits for nothing where all of them were drawn ahead."""
-    if isinstance(step, Step) and step.ahead is not None and all(row in step.draws for row in rows):
-        return step.ahead.take([step.draws[row] for row in rows])
+    ahead = step.draws.take(rows) if isinstance(step, Step) and step.draws is not None else None
+    if ahead is not None:
+        return ahead
     tokens = step.result().tokens
     return torch.tensor([(tokens[row] or [0])[0] for row in rows]).clamp_(min=0)
 

@@ -13,8 +13,7 @@ from llguidance import LLMatcher
 from torch import Tensor
 
 from model.batch import Row, StepResult
-from model.drawn import Drawn
-from model.executor import PROMPT_ROWS, Runner
+from model.executor import PROMPT_ROWS, Draws, Runner
 from model.grammar import Grammars, Mask, Matcher
 from model.inputs import draws
 
@@ -22,14 +21,13 @@ from model.inputs import draws
 class FollowingRunner(Runner):
     """A Runner whose results are empty."""
 
-    def _ahead(self, rows: list[Row], logits: Tensor | None) -> tuple[None, dict[int, int]]:
-        return None, {}
+    def _ahead(self, logits: Tensor, places: list[Row]) -> None:
+        return None
 
     def _collect(
         self,
         rows: list[Row],
-        logits: Tensor | None,
-        ahead: Drawn | None,
+        drawing: Draws | None,
         prompts: dict[int, tuple[Tensor, list[int]]],
         states: dict[int, Tensor],
     ) -> StepResult:

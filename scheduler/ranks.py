@@ -25,10 +25,10 @@ from typing import Any, NoReturn, Protocol
 
 import msgspec
 
-import scheduler
 from model.batch import StepResult
 from model.parallel import Ranks
 from model.runner import LoadedModel
+from scheduler.child import python_path
 from scheduler.config import EngineConfig
 from scheduler.engine import Engine, Message
 from scheduler.isolation import out_of_memory
@@ -40,7 +40,6 @@ from scheduler.wire import frame
 log = logging.getLogger(__name__)
 
 FOLLOWER = (sys.executable, "-P", "-m", "scheduler.follower")
-PACKAGES = Path(scheduler.__file__ or "").resolve().parent.parent
 EXIT_LOST = 1
 LOST_SECONDS = 5.0
 """Whoever finds another rank gone waits so long to be ended for the true reason."""
@@ -100,10 +99,7 @@ class Leader:
                 [*FOLLOWER, "--fd", str(theirs.fileno()), "--parent", str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(), self._store),
-                env={
-                    **os.environ,
-                    "PYTHONPATH": os.pathsep.join(filter(None, (str(PACKAGES), os.environ.get("PYTHONPATH")))),
-                },
+                env={**os.environ, "PYTHONPATH": python_path()},
             )
         threading.Thread(target=_follow, args=(setup.rank, process), name=f"rank {setup.rank}", daemon=True).start()
         link = Link(ours, lost)

@@ -18,11 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-import scheduler
+from scheduler.child import python_path
 from scheduler.messages import STACKS
 
 WORKER = (sys.executable, "-P", "-m", "scheduler.worker")
-PACKAGES = Path(scheduler.__file__ or "").resolve().parent.parent
 SPIN_COUNT = "3000"
 """How long a thread of the engine spins at a barrier before it sleeps. OpenMP's own choice, some milliseconds, makes
 steps four times slower beside a busy process on the same cores; this costs a tenth while they are quiet, and halves
@@ -123,6 +122,4 @@ class EngineProcess:
 
 def _environment() -> dict[str, str]:
     """The one place for what only the engine should see: spinning, and huge pages for the pool and the weights."""
-    paths = [str(PACKAGES), os.environ.get("PYTHONPATH", "")]
-    own = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    return {"GOMP_SPINCOUNT": SPIN_COUNT, "THP_MEM_ALLOC_ENABLE": "1", **os.environ, **own}
+    return {"GOMP_SPINCOUNT": SPIN_COUNT, "THP_MEM_ALLOC_ENABLE": "1", **os.environ, "PYTHONPATH": python_path()}

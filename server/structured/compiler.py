@@ -18,12 +18,11 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
-from pathlib import Path
 
 import msgspec
 
-import model
 from model.grammar import Vocabulary
+from scheduler.child import python_path
 from server.errors import InvalidGrammar, Overloaded, Unavailable
 from server.structured.checker import PATIENCE, SECONDS, Verdict, read_frame, write_frame
 from server.structured.structure import Structure
@@ -39,7 +38,6 @@ CACHED, CACHED_CHARS = 256, 2**23
 """Verdicts that are kept, and the characters of their sources together."""
 log = logging.getLogger("octavo.structured")
 COMMAND = (sys.executable, "-P", "-m", "server.structured.checker")
-PACKAGES = Path(model.__file__ or "").resolve().parent.parent
 
 
 class Checker:
@@ -84,13 +82,12 @@ class Checker:
         if self._process is not None and self._process.poll() is None:
             return
         self.close()
-        paths = filter(None, [str(PACKAGES), os.environ.get("PYTHONPATH", "")])
         self._process = process = subprocess.Popen(
             COMMAND,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             process_group=0,  # Ctrl-C in a terminal reaches only this process, which drains first
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            env={**os.environ, "PYTHONPATH": python_path()},
         )
         try:
             # It says when it is ready; no job's time runs until then.
