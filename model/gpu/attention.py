@@ -210,7 +210,8 @@ def attention(
     (_, heads, dim), kv_heads = query.shape, storage.k[layer].shape[1]
     group, rows = heads // kv_heads, work.rows
     wide = storage.k[layer].dtype.itemsize == 4
-    padded = storage.fit is not None and power(16, dim // 2) != dim // 2  # codes of such take more registers
+    # Masks of codes whose halves are padded (head size 96) take registers: of 64 keys, or in three stages, some spill.
+    padded = storage.fit is not None and power(16, dim // 2) != dim // 2
     parts = query.new_empty((work.parts, kv_heads, rows, dim), dtype=torch.float32)
     weights = query.new_empty((work.parts, kv_heads, rows), dtype=torch.float32)
     shape = {"KV_HEADS": kv_heads, "GROUP": group, "DIM": dim, "ROWS": rows}
@@ -243,7 +244,7 @@ def attention(
                 "VALUE_BITS": bits(storage.values),
                 "WINDOWED": window is not None,
                 "CAPPED": softcap is not None,
-                "TILE": 64 if dim <= 128 and not wide else 32,
+                "TILE": 64 if dim <= 128 and not wide and not padded else 32,
                 "COLUMNS": COLUMNS,
                 "DOT": dot_type(query.dtype, storage.k[layer].dtype),
                 "ASM": not INTERPRETED,
