@@ -256,7 +256,11 @@ def _measure(args: argparse.Namespace, device: torch.device, end: float) -> int:
     for name in args.model:
         if time.monotonic() > end:
             break
-        model = random_decoder(name, dtype, attention, device, max(args.context) + 1)
+        try:
+            model = random_decoder(name, dtype, attention, device, max(args.context) + 1)
+        except torch.OutOfMemoryError:
+            _say(f"{name:13} does not fit")
+            continue
         for case in [Case(name, kv, *size) for size in sizes for kv in args.kv]:
             if time.monotonic() > end:
                 break
@@ -335,6 +339,8 @@ def _check(args: argparse.Namespace) -> None:
     """Raises ModelError, one line, for what cannot be run."""
     if (args.device == "cpu") != INTERPRETED:
         raise ModelError(f"--device {args.device}: TRITON_INTERPRET=1 must be set for cpu, and not for cuda")
+    if args.device == "cpu" and args.dtype != "float32":
+        raise ModelError(f"--dtype {args.dtype}: must be float32 for cpu")
     if not 1 < args.answer < min(args.context):
         raise ModelError(f"--answer {args.answer}: must be at least 2 and less than every --context")
     for batch in args.batch:

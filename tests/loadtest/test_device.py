@@ -101,9 +101,10 @@ def test_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
     ("argv", "words"),
     [
         (["--device", "cuda"], "--device cuda: TRITON_INTERPRET=1 must be set for cpu, and not for cuda"),
-        (["--device", "cpu", "--answer", "1"], "--answer 1: must be at least 2 and less than every --context"),
-        (["--device", "cpu", "--answer", "512"], "--answer 512: must be at least 2 and less than every --context"),
-        (["--device", "cpu", "--batch", "32", "0"], "--batch 0: must be between 1 and 8192"),
+        (["--device", "cpu"], "--dtype bfloat16: must be float32 for cpu"),
+        ([*SMALL, "--answer", "1"], "--answer 1: must be at least 2 and less than every --context"),
+        ([*SMALL, "--answer", "8"], "--answer 8: must be at least 2 and less than every --context"),
+        ([*SMALL, "--batch", "32", "0"], "--batch 0: must be between 1 and 8192"),
     ],
 )
 def test_what_cannot_be_run(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
