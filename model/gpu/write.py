@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvpool.storage import KVStorage
-from model.gpu.attention import bits
+from model.gpu.attention import bits, padded
 from model.gpu.codes import rotated, store
 from model.gpu.launch import Launch, dot_type
 from model.gpu.plan import power
@@ -176,5 +176,5 @@ def writing(
             "DOT": dot,
             "ROWS": ROWS,
         },
-        warps=4 if dim <= 128 else 8,
+        warps=4 if dim <= 128 and not padded(storage) else 8,
     )
