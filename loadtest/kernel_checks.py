@@ -104,7 +104,7 @@ def _attention(
         yield Check(f"write {part} {name}", float(off.double().mean()), 2e-3)
     wanted = qk[:, :heads].double()
     if storage.fit is not None:
-        fitted = storage.fit.query(0, wanted.unflatten(1, (kv_heads, -1))).flatten(1, 2)
+        fitted = storage.fit.query(0, wanted.reshape(len(wanted), kv_heads, -1, dim)).flatten(1, 2)
         wanted = fitted @ rotation(dim, device).double().T
     allowed = 1e-4 if dtype == torch.float32 else 2e-2
     yield Check(f"write query {name}", float((query.double() - wanted).abs().max() / wanted.abs().max()), allowed)

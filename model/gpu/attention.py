@@ -194,13 +194,6 @@ def bits(plane: Plane) -> int:
     return plane.tiles.element_size() * 8 if plane.codec is None else plane.codec.bits
 
 
-def padded(storage: KVStorage) -> bool:
-    """Whether it holds codes whose halves fill no power of two, as those of head size 96. Their masks take registers:
-    with tiles of 64 keys, in three stages, or written by four warps, a few of them spill."""
-    half = storage.keys.head_dim // 2
-    return storage.fit is not None and power(16, half) != half
-
-
 def attention(
     query: Tensor,
     out: Tensor,
@@ -217,6 +210,8 @@ def attention(
     (_, heads, dim), kv_heads = query.shape, storage.k[layer].shape[1]
     group, rows = heads // kv_heads, work.rows
     wide = storage.k[layer].dtype.itemsize == 4
+    # Of codes, ptxas spills a few registers here rather than give a program one more step of them (head sizes 64, 96).
+    narrow = storage.fit is not None and dim % 128 != 0
     parts = query.new_empty((work.parts, kv_heads, rows, dim), dtype=torch.float32)
     weights = query.new_empty((work.parts, kv_heads, rows), dtype=torch.float32)
     shape = {"KV_HEADS": kv_heads, "GROUP": group, "DIM": dim, "ROWS": rows}
@@ -249,13 +244,13 @@ def attention(
                 "VALUE_BITS": bits(storage.values),
                 "WINDOWED": window is not None,
                 "CAPPED": softcap is not None,
-                "TILE": 64 if dim <= 128 and not wide and not padded(storage) else 32,
+                "TILE": 64 if dim <= 128 and not wide and not narrow else 32,
                 "COLUMNS": COLUMNS,
                 "DOT": dot_type(query.dtype, storage.k[layer].dtype),
                 "ASM": not INTERPRETED,
             },
             warps=4 if dim <= 128 or (rows == 16 and not wide) else 8,
-            stages=3 if rows == 16 and not padded(storage) else 2,
+            stages=3 if rows == 16 and not narrow else 2,
         )
     ]
     if work.parts:
