@@ -224,7 +224,7 @@ def theirs(case: Case, answer: int, dtype: torch.dtype, device: torch.device) ->
     if drawn != [answer] * case.batch:  # it logs what goes wrong, and returns what there is
         raise RuntimeError(f"{drawn.count(answer)} of {case.batch} prompts answered")
     began, ended = zip(*(output.lifespan for output in found), strict=True)
-    return sum(drawn) / (max(ended) - min(began))
+    return float(sum(drawn) / (max(ended) - min(began)))
 
 
 def verdicts(cells: Sequence[Cell]) -> Iterator[str]:

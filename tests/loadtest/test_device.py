@@ -67,9 +67,10 @@ def test_a_kernel_that_raises_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("out of resource\nshared memory")
 
     monkeypatch.setattr(kernel_checks, "gating", gating)
+    monkeypatch.setattr(kernel_checks, "FORMATS", ())  # attention has its turn in the table's test
     cpu = torch.device("cpu")
     *others, last = kernel_checks.checks(TritonAttention(cpu), torch.float32, cpu, small=True)
-    assert all(check.passed for check in others)
+    assert [check.passed for check in others] == [True]
     assert not last.passed
     assert last.name == "width 96: RuntimeError: out of resource"
 
