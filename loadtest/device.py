@@ -164,7 +164,7 @@ def ours(model: Decoder, case: Case, answer: int, rate: float, device: torch.dev
     each = shape.blocks_for(case.context + 1)
     blocks = 8 + case.batch * (each + 1) * 102 // 100
     storage = KVStorage(shape, blocks, device)
-    steps = captured(model, storage, [case.batch], each, lambda stage, detail: print(f"{stage}: {detail}"))
+    steps = captured(model, storage, [case.batch], each, lambda stage, detail: _say(f"{stage}: {detail}"))
     runner = Runner(steps, storage, STEP_TOKENS)
     warm_up(runner, min(case.context, STEP_TOKENS))  # as long as a prompt: kernels for split contexts are compiled, too
     watch = Watch(runner, device)
