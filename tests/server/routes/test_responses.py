@@ -227,6 +227,20 @@ def test_logprobs(server: Running, smol: Tokenizer) -> None:
     assert "logprobs" not in respond(server)["output"][0]["content"][0]
 
 
+def test_logprobs_are_those_of_the_message(smol: Tokenizer) -> None:
+    """Tokens of reasoning, of calls and of their markers are no part of it, in however few events all comes."""
+    with running(smol, reasoning_parser="think") as server:
+        say(server, smol, f"<think>\nHm, Rome.\n</think>\n\nRome {CALL} it is.")
+        fields: dict[str, Any] = {"tools": [WEATHER], "include": ["message.output_text.logprobs"]}
+        for pause in (0.001, 0):
+            server.engine.interval = pause
+            for items in (respond(server, **fields)["output"], check_items(stream(server, **fields))):
+                parts = [item["content"][0] for item in items if item["type"] == "message"]
+                assert [part["text"] for part in parts] == ["Rome", " it is."]
+                for part in parts:
+                    assert "".join(entry["token"] for entry in part["logprobs"]) == part["text"]
+
+
 def test_input_tokens(server: Running) -> None:
     fields: dict[str, Any] = {"input": "How many?", "instructions": "Count.", "tools": [WEATHER]}
     body = server.post(f"{RESPONSES}/input_tokens", fields).json()
