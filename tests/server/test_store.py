@@ -123,6 +123,6 @@ def test_the_books_are_right(steps: list[tuple[int, int, str]]) -> None:
         held = [record for _, record in store._records.values()]
         assert store.bytes == sum(record.size for record in held) <= 8000
         assert len(held) <= 4
-        ids = {id for record in held for id in record.item_ids}
-        holders = {id: {record.id for record in held if id in record.item_ids} for id in ids}
+        there = {id for record in held for id in record.item_ids}
+        holders = {id: {record.id for record in held if id in record.item_ids} for id in there}
         assert {id: set(of) for (_, id), of in store._holders.items()} == holders
