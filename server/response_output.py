@@ -12,6 +12,7 @@ from __future__ import annotations
 import secrets
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from server.logprobs import ChatToken, TokenEntry, chat_logprobs
@@ -74,7 +75,8 @@ class ResponseOutput:
             behind = entry.offset + (len(entry.text) or 1)
             # A token comes with the last of its text, and so perhaps later than the rest of it.
             if behind > start or (entry.offset < last and behind > first):
-                found.append(entry)
+                cut = max(0, first - entry.offset)  # of a token that begins before the message
+                found.append(replace(entry, text=entry.text[cut:]) if cut else entry)
         return chat_logprobs(found)
 
     def finish(self, complete: bool) -> list[Event]:

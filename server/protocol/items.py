@@ -71,6 +71,7 @@ class CustomCallItem(Body):
     name: Name
     input: str
     id: str | None = None
+    status: Status | None = None
 
 
 class CustomOutputItem(Body):
@@ -78,6 +79,7 @@ class CustomOutputItem(Body):
     call_id: CallId
     output: Parts
     id: str | None = None
+    status: Status | None = None
 
 
 class SummaryPart(Body):

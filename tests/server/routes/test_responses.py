@@ -9,6 +9,9 @@ from openai.types.responses import Response, ResponseStreamEvent
 from openai.types.responses.input_token_count_response import InputTokenCountResponse
 
 from model.tokenizer import Tokenizer
+from server.logprobs import TokenEntry
+from server.pieces import Content
+from server.response_output import ResponseOutput
 from tests.server.running import Running, running
 
 RESPONSES = "/v1/responses"
@@ -239,6 +242,14 @@ def test_logprobs_are_those_of_the_message(smol: Tokenizer) -> None:
                 assert [part["text"] for part in parts] == ["Rome", " it is."]
                 for part in parts:
                     assert "".join(entry["token"] for entry in part["logprobs"]) == part["text"]
+
+
+def test_a_token_across_the_beginning_of_a_message() -> None:
+    """Only what is the message's counts, as where a stop string cuts a token."""
+    output = ResponseOutput(scored=True)
+    entries = [TokenEntry(1, "k", b"k", -0.5, (), 6), TokenEntry(2, "> b", b"> b", -0.5, (), 7)]
+    (*_, delta) = output.feed([Content("b", 9)], entries)
+    assert [(entry.token, entry.bytes) for entry in delta["logprobs"]] == [("b", list(b"> b"))]
 
 
 def test_input_tokens(server: Running) -> None:
