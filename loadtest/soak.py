@@ -90,8 +90,8 @@ async def idle(base_url: str) -> dict[str, float]:
 
 
 async def call_checkers(base_url: str) -> None:
-    """The processes that check grammars start with the first of them. A short warm-up may ask for none; their files would
-    look like a leak then."""
+    """The processes that check grammars start with the first of them. A short warm-up may ask for none; then their
+    files would look like a leak."""
     body = {"prompt": "x", "max_tokens": 1, "structured_outputs": {"regex": "a"}}
     async with aiohttp.ClientSession() as session, session.post(f"{base_url}/v1/completions", json=body) as response:
         await response.read()
