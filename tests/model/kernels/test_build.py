@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,7 @@ def test_a_cxx_that_is_passed_over_is_named(
     if named is not None:
         monkeypatch.setenv("CXX", named)
     monkeypatch.setattr(build, "COMPILERS", ("here",))
-    monkeypatch.setattr(build.shutil, "which", lambda name: name if name == "here" else None)
+    monkeypatch.setattr(shutil, "which", lambda name: name if name == "here" else None)
     monkeypatch.setattr(build, "_compile", compile_nothing)
     lines: list[str] = []
     built = build.library("avx2", lines.append)
