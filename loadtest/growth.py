@@ -214,20 +214,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"], help="of the weights")
     add("--quantization", default=None, choices=["int8"], help="of the weights; by default none")
     add("--kv-cache-dtype", default="auto", help="of keys and values")
-    add(
-        "--rows",
-        nargs="+",
-        type=positive(int),
-        default=[1, 2, 4, 8, 16, 32],
-        help="sequences of a step; two numbers or more",
-    )
-    add(
-        "--contexts",
-        nargs="+",
-        type=positive(int),
-        default=[64, 256, 1024, 4096],
-        help="tokens of each of them; two or more",
-    )
+    add("--rows", nargs="+", type=positive(int), default=[1, 2, 4, 8, 16, 32], help="sequences of a step")
+    add("--contexts", nargs="+", type=positive(int), default=[64, 256, 1024, 4096], help="tokens of each of them")
     add("--repeat", type=positive(int), default=5, help="runs of each step; the fastest counts")
     return parser
 
