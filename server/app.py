@@ -95,7 +95,7 @@ async def _answer_error(http: Request, failure: Exception) -> Response:
         if http.method == "OPTIONS":
             return Response(status_code=204, headers=allowed)
         return error_response(MethodNotAllowed(f"{where}: the route does not take this method.", headers=allowed), path)
-    return error_response(NotFound(f"{where}: there is no such route."), path)
+    return error_response(NotFound(f"{where}: there is no such route; /docs lists them."), path)
 
 
 async def _answer_nobody(http: Request, failure: Exception) -> Response:
