@@ -140,6 +140,10 @@ class RequestStream:
         """Size of the text that waits for the reader."""
         return sum(choice.pending_chars for choice in self._choices)
 
+    def logprob(self, index: int) -> float:
+        """Of a sequence so far, as `SequenceResult.logprob`."""
+        return self._choices[index].logprob_sum
+
     def stalled_seconds(self) -> float:
         """How long the oldest unread event has been waiting; 0 where none waits."""
         return 0.0 if self._unread_since is None else self._clock() - self._unread_since
@@ -260,7 +264,7 @@ class RequestStream:
             tuple(entry for event in events for entry in event.logprobs or ()) if self._scored else None,
             last.finish_reason,
             last.stop_reason,
-            self._choices[last.index].logprob_sum,
+            self.logprob(last.index),
         )
 
     def _end_all(self, error: RequestError) -> None:

@@ -15,7 +15,6 @@ MAX_CHOICES = 1024
 """Prompts times n of one request."""
 MAX_BEAMS = 16
 PLAIN: dict[str, tuple[Any, ...]] = {
-    "stream": (False,),
     "echo": (False,),
     "logprob_token_ids": ([],),
     "prompt_logprobs": (None,),
@@ -34,7 +33,7 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     "bad_words": ([],),
     "allowed_token_ids": (None,),
 }
-"""What use_beam_search goes together with: the model's own distribution, and an answer that comes as a whole."""
+"""What use_beam_search goes together with: the model's own distribution, and beams that come as a whole."""
 BEAM_FIELDS = {"beam_width": None, "length_penalty": 1, "early_stopping": False}
 """What says nothing without use_beam_search."""
 MAX_IDS = 2**20
@@ -49,6 +48,11 @@ OF_CHATS: dict[str, tuple[Any, ...]] = {
     "reasoning_effort": (),
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
+    "add_generation_prompt": (False,),
+    "include_reasoning": (True,),
+    "separate_reasoning": (False,),
+    "stream_reasoning": (True,),
+    "reasoning_format": ("auto", "none"),
 }
 """Fields of a chat that ask for what a completion cannot give."""
 

@@ -196,6 +196,7 @@ class GenerationRequest(SamplingFields, StructureFields):
     ) = None
     truncation_side: Annotated[str, StringConstraints(pattern="^(left|right)$")] = "left"
     request_id: CacheKey | None = None
+    rid: CacheKey | None = None
     session_id: CacheKey | None = None
     store: bool = False
     metadata: Metadata = Field(default_factory=dict)

@@ -148,9 +148,7 @@ class CompletionAnswer:
         choice["stop_reason"] = result.stop_reason
         stream = self.generation.streams[number]
         if body.return_token_ids:
-            ended = body.use_beam_search and result.finish_reason == "stop"
-            ids = result.token_ids[:-1] if ended else result.token_ids  # A beam's end token is none of its text.
-            choice |= {"token_ids": ids, "prompt_token_ids": stream.submit.prompt_ids}
+            choice |= {"token_ids": self._ids(result), "prompt_token_ids": stream.submit.prompt_ids}
         if body.return_prompt_text:
             choice["prompt_text"] = self.generation.texts[number]
         if body.prompt_logprobs is not None:
@@ -160,6 +158,11 @@ class CompletionAnswer:
             choice["cumulative_logprob"] = finite(result.logprob)
         return choice
 
+    def _ids(self, said: SequenceResult | TextEvent) -> tuple[int, ...]:
+        """A beam's end token is none of its text."""
+        ended = self._body.use_beam_search and said.finish_reason == "stop"
+        return said.token_ids[:-1] if ended else said.token_ids
+
     def _chunks(self, number: int, batch: list[TextEvent]) -> list[bytes]:
         return [orjson.dumps(self._chunk(number, event)) for event in batch]
 
@@ -167,8 +170,10 @@ class CompletionAnswer:
         choice = self._shape(number, event.index, event.text, event.logprobs, event.finish_reason)
         if event.finish_reason is not None:
             choice["stop_reason"] = event.stop_reason
+            if self._body.use_beam_search:
+                choice["cumulative_logprob"] = finite(self.generation.streams[number].logprob(event.index))
         if self._body.return_token_ids:
-            choice["token_ids"] = event.token_ids
+            choice["token_ids"] = self._ids(event)
         if choice["index"] not in self._begun:
             self._begun.add(choice["index"])
             if self._body.return_token_ids:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from scheduler.messages import BeamSearch
-from tests.server.running import Running
+from tests.server.running import COMPLETIONS, Running
 
 
 def test_beams_are_whole_answers_of_the_models_own_distribution(server: Running) -> None:
     for fields in (
-        {"stream": True},
+        {"echo": True},
         {"stop": "x"},
         {"temperature": 0.5},
         {"logit_bias": {"5": 1}},
@@ -48,6 +48,19 @@ def test_the_engine_is_told(server: Running) -> None:
     for submit in server.engine.submits():
         assert submit.search == BeamSearch(width=4, length_penalty=0.5, early_stopping="never")
         assert submit.n == 2
+
+
+def test_a_stream_of_beams_says_the_same(server: Running) -> None:
+    """Each comes whole, in one chunk: until the end of the search none is known."""
+    first = server.engine.reply[0]
+    fields = {"prompt": ["a", "b"], "n": 2, "use_beam_search": True, "max_tokens": 4, "logprobs": 1}
+    fields |= {"stop_token_ids": [first + 1], "return_token_ids": True}
+    whole = server.complete(**fields).json()
+    *chunks, last, done = server.stream(COMPLETIONS, **fields, stream_options={"include_usage": True})
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    assert sorted(choices, key=lambda choice: choice["index"]) == whole["choices"]
+    assert {choice["finish_reason"] for choice in choices} == {"stop", "length"}
+    assert (last["usage"], done) == (whole["usage"], "[DONE]")
 
 
 def test_a_search_that_fails_leaves_nothing(server: Running) -> None:
