@@ -121,12 +121,12 @@ def document(app: FastAPI) -> dict[str, Any]:
         }
         for path, methods in whole["paths"].items():
             for method, described in methods.items():
-                _complete(described, OPERATIONS[method, path])
+                _complete(described, method, OPERATIONS[method, path])
         app.openapi_schema = whole
     return app.openapi_schema
 
 
-def _complete(described: dict[str, Any], operation: Operation) -> None:
+def _complete(described: dict[str, Any], method: str, operation: Operation) -> None:
     if operation.bodies:
         schema = _either([ref(model.__name__) for model in operation.bodies])
         described["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
@@ -140,6 +140,8 @@ def _complete(described: dict[str, Any], operation: Operation) -> None:
     else:
         described["security"] = SECURITY
         refusals = {**refusals, **KEY}
+        if method == "post":  # each counts as a request of its key
+            refusals["429"] = BODY_REFUSALS["429"]
     for status, text in sorted(refusals.items()):
         described["responses"][status] = {
             "description": text,

@@ -1,5 +1,5 @@
 """What routes answer, as JSON schemas for the OpenAPI document. Every field that is listed is always there, unless it
-stands under `maybe`; there may be more fields."""
+stands under `maybe`; there are no others, though later versions may have some."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ INTEGER: Schema = {"type": "integer"}
 NUMBER: Schema = {"type": "number"}
 BOOLEAN: Schema = {"type": "boolean"}
 ANY: Schema = {}
+OPEN: Schema = {"additionalProperties": True}
+"""Of a record that holds what the client sent."""
 
 
 def constant(*values: str) -> Schema:
@@ -49,7 +51,9 @@ USAGE = record(
     },
 )
 CHAT_TOKEN = {"token": STRING, "bytes": nullable(array(INTEGER)), "logprob": NUMBER}
-CHAT_LOGPROBS = record({"content": array(record({**CHAT_TOKEN, "top_logprobs": array(record(CHAT_TOKEN))}))})
+CHAT_LOGPROBS = record(
+    {"content": array(record({**CHAT_TOKEN, "top_logprobs": array(record(CHAT_TOKEN))})), "refusal": {"type": "null"}}
+)
 COMPLETION_LOGPROBS = record(
     {
         "tokens": array(STRING),
@@ -92,8 +96,19 @@ COMPLETION_CHOICE = record(
         "finish_reason": REASON,
         "stop_reason": nullable(one_of(STRING, INTEGER)),
     },
-    {"token_ids": array(INTEGER), "prompt_token_ids": array(INTEGER), "prompt_logprobs": ANY},
+    {
+        "token_ids": array(INTEGER),
+        "prompt_token_ids": array(INTEGER),
+        "prompt_logprobs": ANY,
+        "prompt_text": STRING,
+        "cumulative_logprob": NUMBER,
+    },
 )
+ASIDES: dict[str, Schema] = {
+    "service_tier": constant("default"),
+    "timings": {"type": "object", "additionalProperties": NUMBER},
+}
+"""Of both, where the request asks for them."""
 HEAD = {"id": STRING, "created": INTEGER, "model": STRING, "system_fingerprint": STRING}
 OUTPUT_TEXT = record({"type": constant("output_text"), "text": STRING, "annotations": array(ANY)}, {"logprobs": ANY})
 ITEM = one_of(
@@ -104,12 +119,30 @@ ITEM = one_of(
             "role": STRING,
             "status": STRING,
             "content": array(one_of(OUTPUT_TEXT, record({"type": STRING, "text": STRING}))),
-        }
+        },
+        {"phase": STRING},
     ),
-    record({"id": STRING, "type": constant("reasoning"), "summary": array(ANY)}, {"content": array(ANY)}),
-    record({"id": STRING, "type": constant("function_call"), "call_id": STRING, "name": STRING, "arguments": STRING}),
-    record({"id": STRING, "type": constant("custom_tool_call"), "call_id": STRING, "name": STRING, "input": STRING}),
-    record({"id": STRING, "type": constant("function_call_output", "custom_tool_call_output"), "call_id": STRING}),
+    record(
+        {"id": STRING, "type": constant("reasoning"), "summary": array(ANY)},
+        {"content": array(ANY), "encrypted_content": STRING, "status": STRING},
+    ),
+    record(
+        {"id": STRING, "type": constant("function_call"), "call_id": STRING, "name": STRING, "arguments": STRING},
+        {"status": STRING},
+    ),
+    record(
+        {"id": STRING, "type": constant("custom_tool_call"), "call_id": STRING, "name": STRING, "input": STRING},
+        {"status": STRING},
+    ),
+    record(
+        {
+            "id": STRING,
+            "type": constant("function_call_output", "custom_tool_call_output"),
+            "call_id": STRING,
+            "output": one_of(STRING, array(ANY)),
+        },
+        {"status": STRING},
+    ),
 )
 RESPONSE = record(
     {
@@ -130,9 +163,9 @@ RESPONSE = record(
         "reasoning": {"type": "object"},
         "store": BOOLEAN,
         "temperature": NUMBER,
-        "text": record({"format": record({"type": STRING})}),
+        "text": record({"format": record({"type": STRING}) | OPEN}, {"verbosity": STRING}),
         "tool_choice": one_of(STRING, {"type": "object"}),
-        "tools": array(record({"type": STRING, "name": STRING})),
+        "tools": array(record({"type": STRING, "name": STRING}, dict.fromkeys(("description", "parameters", "strict", "format"), ANY))),
         "top_logprobs": INTEGER,
         "top_p": NUMBER,
         "truncation": constant("disabled"),
@@ -148,7 +181,14 @@ RESPONSE = record(
             )
         ),
         "user": nullable(STRING),
-    }
+    },
+    {
+        "background": BOOLEAN,
+        "max_tool_calls": nullable(INTEGER),
+        "prompt_cache_key": nullable(STRING),
+        "safety_identifier": nullable(STRING),
+        "service_tier": constant("default"),
+    },
 )
 BLOCK = one_of(
     record({"type": constant("text"), "text": STRING}),
@@ -172,11 +212,12 @@ TOKENS = array(INTEGER)
 ACCOUNT: dict[str, Schema] = {field.name: INTEGER for field in fields(Account)}
 SHAPES: dict[str, Schema] = {
     "Completion": record(
-        {**HEAD, "object": constant("text_completion"), "choices": array(COMPLETION_CHOICE), "usage": USAGE}
+        {**HEAD, "object": constant("text_completion"), "choices": array(COMPLETION_CHOICE), "usage": USAGE},
+        ASIDES,
     ),
     "ChatCompletion": record(
         {**HEAD, "object": constant("chat.completion"), "choices": array(CHAT_CHOICE), "usage": USAGE},
-        {"prompt_token_ids": TOKENS, "prompt_logprobs": ANY},
+        {"prompt_token_ids": TOKENS, "prompt_logprobs": ANY, "prompt_text": STRING, **ASIDES},
     ),
     "Response": RESPONSE,
     "ResponseInputTokens": record({"object": constant("response.input_tokens"), "input_tokens": INTEGER}),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -11,8 +13,9 @@ import pytest
 from model.tokenizer import Tokenizer
 from server.app import ROUTES
 from server.openapi import OPERATIONS
+from server.shapes import SHAPES
 from tests.server.routes.test_responses import CALL, WEATHER, say
-from tests.server.running import CHAT, COMPLETIONS, MODEL, Running
+from tests.server.running import CHAT, COMPLETIONS, MODEL, Running, running
 
 HI = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": WEATHER["parameters"]}}
@@ -23,6 +26,8 @@ BLOCKS = [
     {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}, {"type": "text", "text": "hello"}]},
     *HI,
 ]
+ASIDES = {"return_prompt_text": True, "timings_per_token": True, "service_tier": "auto"}
+CITY = {"type": "json_schema", "name": "city", "schema": {"type": "string"}}
 REQUESTS: list[tuple[str, dict[str, Any]]] = [
     (COMPLETIONS, {"prompt": "x", "max_tokens": 3, "n": 2}),
     (
@@ -30,11 +35,15 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
         {"prompt": "x", "max_tokens": 3, "logprobs": 2, "echo": True, "prompt_logprobs": 1, "return_token_ids": True},
     ),
     (CHAT, {"messages": HI, "max_tokens": 3, "logprobs": True, "top_logprobs": 2, "return_token_ids": True}),
+    (COMPLETIONS, {"prompt": "x", "max_tokens": 3, "use_beam_search": True, **ASIDES}),
+    (CHAT, {"messages": HI, "max_tokens": 3, "prompt_logprobs": 1, **ASIDES}),
     (CHAT, {"messages": HI, "tools": [TOOL]}),
     (CHAT, {"messages": HI, "functions": [TOOL["function"]]}),
     ("/v1/chat/completions/input_tokens", {"messages": HI}),
     ("/v1/responses", {"input": "hi", "tools": [WEATHER], "top_logprobs": 1}),
     ("/v1/responses", {"input": "hi", "max_output_tokens": 2}),
+    ("/v1/responses", {"input": "hi", "service_tier": "flex", "prompt_cache_key": "x", "safety_identifier": "x"}),
+    ("/v1/responses", {"input": "hi", "text": {"format": CITY, "verbosity": "low"}, "metadata": {"a": "b"}}),
     ("/v1/responses/input_tokens", {"input": "hi"}),
     ("/v1/messages", {"model": MODEL, "max_tokens": 99, "messages": HI, "tools": [ANTHROPIC]}),
     ("/v1/messages", {"model": MODEL, "max_tokens": 2, "messages": HI}),
@@ -51,6 +60,15 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 CALLED = {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f"}}]}
+ITEMS = [
+    {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "x"}], "phase": "commentary"},
+    {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "x"}], "status": "completed"},
+    {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}", "status": "completed"},
+    {"type": "function_call_output", "call_id": "1", "output": [{"type": "input_text", "text": "x"}]},
+    {"type": "custom_tool_call", "call_id": "2", "name": "g", "input": "x"},
+    {"type": "custom_tool_call_output", "call_id": "2", "output": "x"},
+    {"role": "user", "content": "hi"},
+]
 DESCRIBED = [CALLED, {"role": "tool", "tool_call_id": "1", "content": "x"}, {"role": "assistant", "content": "x"}]
 THOUGHT, ROLES = {"type": "redacted_thinking", "data": "x"}, ("system", "user")
 WRONG: list[tuple[str, dict[str, Any]]] = [
@@ -87,12 +105,23 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
 """Wrong, and described as such: what schemathesis could not tell from right ones before."""
 
 
+def closed(schema: Any) -> Any:
+    """The same without a place for fields that it does not have, so that none goes undescribed."""
+    if isinstance(schema, list):
+        return [closed(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    whole = {name: closed(part) for name, part in schema.items()}
+    return {"additionalProperties": False, **whole} if "properties" in schema and "required" in schema else whole
+
+
 def check(document: dict[str, Any], method: str, path: str, reply: Any) -> None:
     """The answer's status is described, and its body fits the schema that stands there."""
     described = document["paths"][path][method]["responses"][str(reply.status_code)]
     kind = reply.headers["content-type"].partition(";")[0]
     schema = described["content"][kind]["schema"]
-    validator = jsonschema.Draft202012Validator({**schema, "components": document["components"]})
+    components = document["components"] if reply.status_code != 200 else {"schemas": closed(SHAPES)}
+    validator = jsonschema.Draft202012Validator({**schema, "components": components})
     if kind == "application/json":
         validator.validate(reply.json())
     if kind == "text/event-stream":
@@ -175,7 +204,7 @@ def test_calls_and_their_results_are_described(server: Running, document: dict[s
 
 
 def test_answers_without_bodies(server: Running, document: dict[str, Any]) -> None:
-    id = server.post("/v1/responses", {"input": "hi"}).json()["id"]
+    id = server.post("/v1/responses", {"input": ITEMS}).json()["id"]
     for method, path in OPERATIONS:
         if method != "get":
             continue
@@ -186,6 +215,20 @@ def test_answers_without_bodies(server: Running, document: dict[str, Any]) -> No
     check(document, "get", items, server.client.get(items.replace("{id}", id), params={"limit": "x"}))
     for method, path in (("post", "/v1/responses/{id}/cancel"), *([("delete", "/v1/responses/{id}")] * 2)):
         check(document, method, path, server.client.request(method, path.replace("{id}", id)))
+
+
+def test_a_limit_is_described_wherever_it_counts(smol: Tokenizer, tmp_path: Path) -> None:
+    file = tmp_path / "keys.json"
+    file.write_text(json.dumps({"keys": [{"name": "a", "key": "a", "requests_per_minute": 1}]}))
+    with running(smol, api_keys_file=file) as server:
+        key = {"x-api-key": "a"}
+        whole = server.client.get("/openapi.json", headers=key).json()
+        assert server.client.post("/detokenize", json={"tokens": [5]}, headers=key).status_code == 200
+        for method, path in OPERATIONS:
+            if method == "post":
+                reply = server.client.post(path.replace("{id}", "x"), json={}, headers=key)
+                assert reply.status_code == 429
+                check(whole, method, path, reply)
 
 
 def test_the_page_needs_nothing_from_elsewhere(server: Running, document: dict[str, Any]) -> None:
