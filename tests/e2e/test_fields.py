@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import httpx
@@ -29,6 +30,19 @@ def test_best_of_returns_the_likeliest_of_what_n_would(daemon: Daemon) -> None:
     assert [choice["text"] for choice in best["choices"]] == ranked[:2]
     assert [(choice["index"], choice["logprobs"]) for choice in best["choices"]] == [(0, None), (1, None)]
     assert best["usage"]["completion_tokens"] == 60
+
+
+def test_choices_are_the_same_streamed_and_not(daemon: Daemon) -> None:
+    """Each draws by itself, and again the same."""
+    whole = ask(daemon, COMPLETIONS, **DRAWN, n=3)["choices"]
+    reply = httpx.post(daemon.url + COMPLETIONS, json={**DRAWN, "n": 3, "stream": True}, timeout=60)
+    texts = [""] * 3
+    for line in reply.text.splitlines():
+        if line.startswith("data: {"):
+            (choice,) = json.loads(line.removeprefix("data: "))["choices"]
+            texts[choice["index"]] += choice["text"]
+    assert texts == [choice["text"] for choice in whole]
+    assert len(set(texts)) == 3
 
 
 def test_logprobs_of_given_tokens(daemon: Daemon) -> None:

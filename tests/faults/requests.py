@@ -28,7 +28,7 @@ class Answer:
 
 
 def mixture(count: int) -> list[dict[str, Any]]:
-    """`count` requests: greedy, seeded, of several choices, with stops, a schema, logprobs, beams; some whole."""
+    """`count` requests: greedy, seeded, of several choices, with stops, a schema, logprobs, beams; one in nine whole."""
     kinds: list[dict[str, Any]] = [
         {"temperature": 0},
         {"temperature": 0.9, "seed": 5},
@@ -38,7 +38,7 @@ def mixture(count: int) -> list[dict[str, Any]]:
         {"temperature": 0, "extra_body": {"structured_outputs": {"json": SCHEMA}}},
         {"temperature": 0.7, "seed": 8, "logprobs": 2, "echo": True},
         {"temperature": 0, "stream": False},
-        {"stream": False, "n": 2, "max_tokens": 16, "extra_body": {"use_beam_search": True, "beam_width": 4}},
+        {"n": 2, "max_tokens": 16, "extra_body": {"use_beam_search": True, "beam_width": 4}},
     ]
     return [
         {"prompt": f"Story {number}: once upon a time", "max_tokens": 48, "stream": True, **kinds[number % len(kinds)]}

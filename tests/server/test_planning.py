@@ -18,6 +18,12 @@ def test_the_demo_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
     assert picture.read_text().startswith("<svg")
 
 
+def test_the_picture_of_the_readme_is_that_of_the_plan(tmp_path: Path) -> None:
+    picture = tmp_path / "plan.svg"
+    assert main(["plan", "--picture", str(picture)]) == 0
+    assert picture.read_text() == (Path(__file__).parents[2] / "docs" / "plan.svg").read_text()
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -62,6 +62,10 @@ def test_comments_only_when_it_is_quiet(server: Running, monkeypatch: pytest.Mon
     assert all(line.startswith("data: {") or line == ": keep-alive" for line in rest[:-1])
 
 
+def test_no_quiet_is_longer_than_proxies_bear() -> None:
+    assert 0 < sse.QUIET_SECONDS <= 15
+
+
 def test_the_sdk_reads_over_comments(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sse, "QUIET_SECONDS", 0.01)
     server.engine.interval = 0.03

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +11,9 @@ from openai.types import Completion
 
 from model.tokenizer import Tokenizer
 from scheduler.messages import Submit
-from tests.server.running import COMPLETIONS, MODEL, Running
+from tests.server.running import CHAT, COMPLETIONS, MODEL, Running
+
+HI = [{"role": "user", "content": "hi"}]
 
 
 @pytest.fixture
@@ -59,6 +62,16 @@ def test_a_stream_says_the_same(server: Running) -> None:
         assert len({str(chunk[key]) for chunk in chunks[:-1]}) == 1
 
 
+@pytest.mark.parametrize(("path", "given"), [(COMPLETIONS, {"prompt": "x"}), (CHAT, {"messages": HI})])
+def test_a_stream_of_more_than_a_second_has_one_date(server: Running, path: str, given: dict[str, Any]) -> None:
+    server.engine.interval = 0.06
+    began = int(time.time())
+    *chunks, _ = server.stream(path, **given, max_tokens=20)
+    assert int(time.time()) > began
+    assert {chunk["created"] for chunk in chunks} == {began}
+    assert len({chunk["id"] for chunk in chunks}) == 1
+
+
 def test_the_stream_is_plain_server_sent_events(server: Running) -> None:
     reply = server.complete(stream=True)
     assert reply.headers["content-type"] == "text/event-stream; charset=utf-8"
@@ -70,7 +83,7 @@ def test_the_stream_is_plain_server_sent_events(server: Running) -> None:
 
 
 def test_usage_comes_when_asked_for(server: Running) -> None:
-    options = {"include_usage": True}
+    options = {"include_usage": True, "include_obfuscation": True}
     *chunks, last, done = server.stream(COMPLETIONS, prompt="Once", max_tokens=4, n=2, stream_options=options)
     assert done == "[DONE]"
     assert all(chunk["usage"] is None for chunk in chunks)
@@ -311,6 +324,8 @@ def test_seeds(server: Running) -> None:
 
 def test_default_and_limits_of_max_tokens(server: Running) -> None:
     server.post(COMPLETIONS, {"prompt": "Once"})
+    assert server.engine.submits()[-1].params.max_tokens == 16
+    server.post(COMPLETIONS, {"prompt": "Once", "max_tokens": None})
     assert server.engine.submits()[-1].params.max_tokens == 16
     error = server.complete(prompt=[5] * 100, max_tokens=1000).json()["error"]
     assert error["code"] == "context_length_exceeded"
