@@ -165,7 +165,11 @@ RESPONSE = record(
         "temperature": NUMBER,
         "text": record({"format": record({"type": STRING}) | OPEN}, {"verbosity": STRING}),
         "tool_choice": one_of(STRING, {"type": "object"}),
-        "tools": array(record({"type": STRING, "name": STRING}, dict.fromkeys(("description", "parameters", "strict", "format"), ANY))),
+        "tools": array(
+            record(
+                {"type": STRING, "name": STRING}, dict.fromkeys(("description", "parameters", "strict", "format"), ANY)
+            )
+        ),
         "top_logprobs": INTEGER,
         "top_p": NUMBER,
         "truncation": constant("disabled"),

@@ -28,7 +28,7 @@ class Answer:
 
 
 def mixture(count: int) -> list[dict[str, Any]]:
-    """`count` requests: greedy, seeded, of several choices, with stops, a schema, logprobs, beams; one in nine whole."""
+    """`count` requests: greedy, seeded, of several choices, with stops, a schema, logprobs, beams; a ninth whole."""
     kinds: list[dict[str, Any]] = [
         {"temperature": 0},
         {"temperature": 0.9, "seed": 5},

@@ -95,6 +95,12 @@ def test_an_engine_that_stands_still(daemon: Daemon, undisturbed: list[Answer | 
     assert daemon.metric("octavo_engine_restarts_total", ("reason", "hung")) == hung + 1
 
 
+def failures(daemon: Daemon, name: str) -> float:
+    """Sequences that the engine gave up for a fault that it survives."""
+    reason = {"raise": "raised", "allocate": "memory"}.get(name)
+    return 0 if reason is None else daemon.metric("octavo_failed_sequences_total", ("reason", reason))
+
+
 def faulty(name: str) -> dict[str, Any]:
     return {"prompt": [FAULTS[name][0], *PROMPT], "max_tokens": 8, "stream": False}
 
@@ -103,7 +109,7 @@ def faulty(name: str) -> dict[str, Any]:
 def test_who_is_to_blame_fails_alone(
     daemon: Daemon, undisturbed: list[Answer | BaseException], name: str, most: int
 ) -> None:
-    before = restarts(daemon)
+    before, failed = restarts(daemon), failures(daemon, name)
     requests = mixture(COUNT if most == 0 else 8)
     *answers, guilty = asyncio.run(ask_all(daemon, [*requests, faulty(name)]))
     assert isinstance(guilty, openai.InternalServerError)
@@ -111,6 +117,7 @@ def test_who_is_to_blame_fails_alone(
     if most:
         assert guilty.response.headers["x-should-retry"] == "false"
     assert answers == undisturbed[: len(requests)]
+    assert failures(daemon, name) == failed + (most == 0)
     assert (2 if most else 0) <= restarts(daemon) - before <= most
     assert daemon.client.get(f"{daemon.url}/health").status_code == 200
 

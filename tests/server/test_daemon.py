@@ -186,13 +186,17 @@ def test_an_engine_that_dies() -> None:
 
 
 def test_an_engine_that_is_replaced() -> None:
-    """The stream goes on in the next one, token by token as if nothing had been."""
-    with daemon() as process, ThreadPoolExecutor(1) as pool:
+    """The stream goes on in the next one, token by token as if nothing had been; who comes meanwhile waits for it."""
+    with daemon() as process, ThreadPoolExecutor(2) as pool:
         whole = stream(process, 200)
         running = pool.submit(stream, process, 200)
         until(lambda: in_flight(process) == 1, 10)
         process.engine().kill()
+        until(lambda: status(process, "/ready") == 503, 2)
+        late = pool.submit(stream, process, 20)
+        assert status(process, "/health") == 200
         assert text(running.result(60)) == text(whole)
+        assert text(whole).startswith(text(late.result(60)))
         assert status(process, "/ready") == 200
         process.process.terminate()
         assert process.wait() == 0

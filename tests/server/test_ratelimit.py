@@ -60,6 +60,7 @@ def test_every_answer_says_what_is_left(limited: Running) -> None:
     assert left(first, "requests") == 2
     assert left(first, "tokens") == 2000 - 5
     assert first.headers["x-ratelimit-reset-requests"].endswith("s")
+    assert first.headers["x-ratelimit-reset-tokens"].endswith("s")
     stream = limited.post(CHAT, {"messages": HI, "max_tokens": 4, "stream": True}, authorization="Bearer alice")
     assert stream.headers["content-type"].startswith("text/event-stream")
     assert left(stream, "requests") == 1

@@ -10,6 +10,8 @@ import openai
 import pytest
 
 from model.tokenizer import Tokenizer
+from server.engine_client import EngineClient
+from server.service import PAUSE_SECONDS
 from tests.server.running import MODEL, Running, running
 
 
@@ -197,6 +199,23 @@ def test_a_dead_engine(smol: Tokenizer) -> None:
         assert server.metric("octavo_requests_running") == 0
         assert server.metric("octavo_engine_up") == 0
         assert server.metric("octavo_requests_total", finish_reason="error") == 1
+
+
+@pytest.mark.parametrize("seconds", [1.0, 60.0])
+def test_between_two_engines(server: Running, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """A short pause is waited out, a long one is not; the process is healthy all the while."""
+    with monkeypatch.context() as pause:
+        pause.setattr(EngineClient, "serving", False)
+        pause.setattr(EngineClient, "down_seconds", seconds)
+        assert server.client.get("/health").status_code == 200
+        reply = server.client.get("/ready")
+        assert (reply.status_code, reply.json()) == (503, {"status": "restarting"})
+        if seconds > PAUSE_SECONDS:
+            refused = server.complete()
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "unavailable")
+            assert int(refused.headers["retry-after"]) > 0
+        else:
+            assert server.call(server.service.require) is server.service.loaded
 
 
 LONG = {"prompt": "x", "max_tokens": 1000, "ignore_eos": True, "stream": True}
