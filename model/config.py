@@ -68,6 +68,11 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
 
     @property
-    def window(self) -> int | None:
-        """Tokens that a token sees, itself included, where that is so in every layer; else None."""
-        return self.sliding_window if self.native and set(self.layer_types) == {"sliding"} else None
+    def windows(self) -> tuple[int | None, ...]:
+        """By layer: tokens that a token sees, itself included; None: all, as far as is known."""
+        window = self.sliding_window if self.native else None
+        return tuple(window if kind == "sliding" else None for kind in self.layer_types)
+
+    def outgrown(self, longest: int) -> tuple[int | None, ...]:
+        """`windows`, without those that hold the longest sequence whole."""
+        return tuple(None if window is None or window >= longest else window for window in self.windows)

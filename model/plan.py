@@ -103,7 +103,7 @@ def plan_capacity(
             raise ValueError(f"{length} tokens: must be between 1 and the model's {context}")
     chosen = lengths or sorted({min(length, context) for length in (*LENGTHS, context)})
     layouts = (
-        KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, form, block_size)
+        KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, form, block_size, config.outgrown(context))
         for form in sorted(FORMATS.values(), key=lambda form: -form.vector_bytes(config.head_dim))
     )
     return CapacityPlan(config, tuple(plan_pool(layout, budget, context) for layout in layouts), tuple(chosen))

@@ -145,7 +145,7 @@ def _plan(state: SchedulerState, budget: Budget, now: float, resting: frozenset[
         if sequence.request.forks:
             need = pool.blocks_needed(sequence.table, start + 1, start)
         else:
-            need = 0 if start < len(sequence.table.blocks) * size else 1
+            need = 0 if start < len(sequence.table.blocks) * size else pool.num_groups
         if need > free:
             return Plan(now, victim=_victim(state))
         free -= need
@@ -231,8 +231,7 @@ def _candidates(state: SchedulerState, step: Plan, tokens: int) -> list[_Prompt]
                 continue
             hit = pool.match(sequence.tokens, salt, hashes)
         begins = _Prompt(sequence, hit.tokens, len(sequence.tokens) - hit.tokens, hit)
-        shared = len(hit.blocks) - hit.free
-        if sequence.request.seats > seats or not peak.admit(sequence, shared, sequence is claimed):
+        if sequence.request.seats > seats or not peak.admit(sequence, hit.shared, sequence is claimed):
             if not state.running and not found:
                 # Alone it fits, else it had been refused; what it really needs will show.
                 return [begins]
@@ -354,7 +353,8 @@ def _place(state: SchedulerState, step: Plan, prompts: list[_Prompt], free: int)
         hit = prompt.hit
         if not prompt.count or hit is None or _comes(prompt.sequence, coming, size):
             continue
-        need = hit.free - len(hit.blocks) - (-(prompt.start + prompt.count) // size)
+        columns = -(-(prompt.start + prompt.count) // size) - len(hit.blocks)
+        need = hit.free + columns * pool.num_groups
         if need > (free - watermark if state.running or placed else free):
             continue
         free -= need

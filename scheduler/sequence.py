@@ -217,7 +217,7 @@ class Sequence:
         self.hashes: list[bytes] = []
         """Prefix digests of the full blocks of `tokens`, as far as they were needed; only ever extended."""
         self.shared = 0
-        """Leading blocks that another table held when this one took them; for the peak estimate only."""
+        """Leading columns of blocks that another table held when this one took them; for estimates only."""
         self.preempted = False
         """Waits because it was preempted: goes before those that never ran."""
         self.preemptions = 0
