@@ -141,8 +141,10 @@ class PoolPlan:
         ]
         for window in sorted({window for window in groups.windows if window is not None}):
             count = layout.windows.count(window)
-            which = "every layer slides" if count == layout.num_layers else f"{count} of {layout.num_layers} layers slide"
-            lines.append(f"{which}: a sequence keeps the blocks of its last {window:,} tokens there")
+            which, those = "every layer slides", ""
+            if count < layout.num_layers:
+                which, those = f"{count} of {layout.num_layers} layers slide", " in those"
+            lines.append(f"{which}: a sequence keeps the blocks of its last {window:,} tokens{those}")
         return lines
 
 

@@ -38,6 +38,7 @@ class StepInputs:
     host."""
 
     __slots__ = (
+        "_common",
         "block_size",
         "blocks",
         "contexts",
@@ -91,6 +92,8 @@ class StepInputs:
         """Places among the T tokens that are still to be filled, and the rows of the step before that draw them."""
         self.plans: dict[Hashable, Any] = {}
         """What `plan` has made so far."""
+        self._common: dict[Hashable, Any] = {}
+        """The same of `common`, for all groups."""
         self.groups: list[StepInputs] = [self]
         """The step as each group sees it; this is the first."""
         for blocks in packed[_BLOCKS + 1 :]:
@@ -123,14 +126,22 @@ class StepInputs:
     def _packed(self, key: str, blocks: Tensor, tables: Ints) -> tuple[Tensor, ...]:
         arrays = (self.row_starts, self.starts, self.counts, tables)
         hosts = self.plan(key, lambda: tuple(map(torch.from_numpy, arrays)))
-        return blocks, self.offsets, *hosts
+        return blocks.contiguous(), self.offsets, *hosts
 
     def plan(self, key: Hashable, build: Callable[[], Plan]) -> Plan:
-        """What a backend derives from a step, made once for all layers that share `key`."""
-        if key not in self.plans:
-            self.plans[key] = build()
-        plan: Plan = self.plans[key]
-        return plan
+        """What a backend derives from a step, made once for all layers of a group that share `key`."""
+        return _made(self.plans, key, build)
+
+    def common(self, key: Hashable, build: Callable[[], Plan]) -> Plan:
+        """The same for the layers of all groups, of what has nothing to do with blocks."""
+        return _made(self._common, key, build)
+
+
+def _made(plans: dict[Hashable, Any], key: Hashable, build: Callable[[], Plan]) -> Plan:
+    if key not in plans:
+        plans[key] = build()
+    plan: Plan = plans[key]
+    return plan
 
 
 def draws(row: Row) -> bool:

@@ -33,10 +33,12 @@ class CapacityPlan:
     @property
     def title(self) -> str:
         config, pool = self.config, self.pools[0]
+        groups = pool.layout.groups
+        paged = f" in {groups.size} layers, {len(groups.windows)} for all" if len(groups.windows) > 1 else ""
         return (
             f"{config.num_layers} layers x {config.num_kv_heads} KV heads x {config.head_dim}, a context of "
             f"{config.max_position_embeddings:,} tokens; {format_bytes(pool.budget.bytes)} of keys and values, "
-            f"blocks of {pool.layout.block_size} tokens"
+            f"blocks of {pool.layout.block_size} tokens{paged}"
         )
 
     def users(self, pool: PoolPlan) -> list[int]:

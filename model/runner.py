@@ -163,7 +163,7 @@ def load_runner(
     for line in plan.lines():
         progress("kv cache", line)
     if options.one_group and len(set(config.windows)) > 1:
-        progress("kv cache", "with a tier blocks hold all layers: those that slide keep what lies behind their window")
+        progress("kv cache", "blocks hold all layers, for a tier's sake: those that slide keep what lies behind their window")
     max_model_len, fits = longest, plan.longest(max_tokens)
     if fits < longest:
         # A context that was asked for stays: longer requests are refused one by one, with the pool's numbers.

@@ -57,7 +57,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What all layers of a window share. Tensors are int32 on the device; see `StepInputs` for the first three."""
+    """What all layers of a group and its window share. Tensors are int32 on the device; see `StepInputs` for the first three."""
 
     row_starts: Tensor
     starts: Tensor
@@ -72,11 +72,14 @@ def plan(inputs: StepInputs, window: int | None, kv_heads: int, group: int, prog
     """`group` query heads read one key head; `programs` is how many the GPU runs at once."""
     small = power(SMALL, group)
     few = inputs.counts <= small // group
-    cuts = [
-        (rows, *cut(inputs, chosen, rows // group, window, kv_heads, programs))
-        for chosen, rows in ((np.flatnonzero(few), small), (np.flatnonzero(~few), max(LARGE, small)))
-        if len(chosen)
-    ]
+    cuts = inputs.common(
+        ("cuts", window, kv_heads, group, programs),
+        lambda: [
+            (rows, *cut(inputs, chosen, rows // group, window, kv_heads, programs))
+            for chosen, rows in ((np.flatnonzero(few), small), (np.flatnonzero(~few), max(LARGE, small)))
+            if len(chosen)
+        ],
+    )
     pairs = [array for _, *pair in cuts for array in pair]
     arrays = [*_heads(inputs), *pairs, inputs.tables]
     packed, begins = _pack(arrays)
@@ -123,7 +126,10 @@ class Reserved:
         """Let `plan` be that of a step, without waiting for the device."""
         rows = self.plan.works[0].rows
         every = np.arange(len(inputs.counts))
-        pair = cut(inputs, every, rows // self._group, self._window, self._kv_heads, self._programs)
+        pair = inputs.common(
+            ("cut", rows, self._window, self._kv_heads, self._group, self._programs),
+            lambda: cut(inputs, every, rows // self._group, self._window, self._kv_heads, self._programs),
+        )
         arrays = []
         for array, spare in zip([*_heads(inputs), *pair], self._spare, strict=True):
             whole = spare.copy()

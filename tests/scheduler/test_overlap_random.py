@@ -45,7 +45,7 @@ class Mix:
     """Some rows fail, always."""
     hiccups: bool = False
     """Now and then a step fails, once."""
-    window: int | None = None
+    windows: tuple[int | None, ...] = (None,)
     tier: bool = False
 
 
@@ -59,7 +59,8 @@ MIXES = [
     Mix("searches", 24, searches=True),
     Mix("faults", 24, chunk=16, faults=True),
     Mix("hiccups", 24, hiccups=True),
-    Mix("window", 20, window=9),
+    Mix("window", 20, windows=(9,)),
+    Mix("windows", 44, windows=(None, 9, 9)),
     Mix("tier", 12, tier=True),
 ]
 STEPS = 310 * FACTOR
@@ -75,7 +76,7 @@ def make(mix: Mix, depth: int, switch: int | None) -> World:
         watermark=0.0,
     )
     tier = Tier(MemorySlots(40, mix.size * 8)) if mix.tier else None
-    it = World(mix.blocks, mix.size, mix.caching, limits, mix.window, tier, depth)
+    it = World(mix.blocks, mix.size, mix.caching, limits, mix.windows, tier, depth)
     if mix.grammars:
         constrained(it)
     if mix.drafts:
@@ -132,7 +133,7 @@ def tell(it: World, other: World) -> None:
 @pytest.mark.usefixtures("hopeful")
 @pytest.mark.parametrize("mix", MIXES, ids=lambda mix: mix.name)
 def test_streams_do_not_know_the_depth(rng: random.Random, mix: Mix) -> None:
-    switch = rng.choice([None, 24]) if mix.window is None else None
+    switch = rng.choice([None, 24]) if mix.windows == (None,) else None
     alone, ahead = (make(mix, depth, switch) for depth in (0, 1))
     alone.engine.check = lambda: None  # type: ignore[method-assign]  # What others test takes half of the time.
     stems = [[rng.randrange(12) for _ in range(30)] for _ in range(2)]
