@@ -70,7 +70,8 @@ def cpu_budget(
 ) -> Budget:
     """Derive a budget on a CPU: a quarter of `memory` after the weights, capped, and no more than can be used.
 
-    `chunk`: tokens that one step computes at most. `weight_bytes`: what is still to be loaded, 0 where `memory` was measured after loading.
+    `weight_bytes`: what is still to be loaded, 0 where `memory` was measured after loading. `chunk`: tokens that one
+    step computes at most.
     """
     room = max(0, memory.bytes - weight_bytes)
     blocks = (max_num_seqs - 1) * layout.blocks_for(max_model_len) + layout.blocks_for(max_model_len, chunk)
@@ -129,13 +130,14 @@ class PoolPlan:
             per_token = f"2 x {values} x {form.key_bits // 8} bytes"
         else:
             per_token = f"{values} x ({form.key_bits} + {form.value_bits}) bits, {form.scale_bytes}-byte scales"
-        fit = f"{self.users:,}" if self.users else f"{(self.num_blocks - 1) / layout.blocks_for(self.max_model_len):.2f}"
+        user = layout.blocks_for(self.max_model_len)
+        fit = f"{self.users:,}" if self.users else f"{(self.num_blocks - 1) / user:.2f}"
         of = f" in {groups.size} layers" if len(groups.windows) > 1 else ""
         lines = [
             f"{form.name}: {layout.bytes_per_token:,} bytes per token ({per_token})",
             f"budget: {format_bytes(self.budget.bytes)} ({self.budget.source})",
-            f"blocks: {self.num_blocks - 1:,} of {layout.block_size} tokens{of}, {format_bytes(layout.block_bytes)} each, "
-            f"and one for padding; {format_bytes(self.bytes)} in all",
+            f"blocks: {self.num_blocks - 1:,} of {layout.block_size} tokens{of}, {format_bytes(layout.block_bytes)} "
+            f"each, and one for padding; {format_bytes(self.bytes)} in all",
             f"tokens: {self.num_tokens:,}",
             f"users of {self.max_model_len:,} tokens at once: {fit}",
         ]

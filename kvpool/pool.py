@@ -145,8 +145,7 @@ class KVPool:
         node = hit.last
         for column in range(len(hit.blocks) - 1, -1, -1):
             if node is None or any(
-                blocks[column] not in (found, NULL_BLOCK)
-                for blocks, found in zip(hit.groups, node.blocks, strict=True)
+                blocks[column] not in (found, NULL_BLOCK) for blocks, found in zip(hit.groups, node.blocks, strict=True)
             ):
                 raise ValueError("stale prefix hit: the pool changed between match() and adopt()")
             node = node.parent
@@ -379,7 +378,7 @@ class KVPool:
     def _owns(self, table: BlockTable, column: int) -> bool:
         """Whether nobody else holds, or may find, the column's blocks behind the first group's."""
         refs, nodes = self._refs, self._nodes
-        return all([refs[blocks[column]] == 1 and nodes[blocks[column]] is None for blocks in table.more])
+        return all(refs[blocks[column]] == 1 and nodes[blocks[column]] is None for blocks in table.more)
 
     def _shared(self, table: BlockTable, num_tokens: int, start: int) -> list[tuple[list[int], int]]:
         """Lists and indices of the blocks in the written range that other tables hold too."""

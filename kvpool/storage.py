@@ -23,9 +23,9 @@ class KVStorage:
 
     Where a block holds all layers, a slot is a layer; else layers of several groups lie in one, each in blocks of its
     own (`kvpool.groups`). `keys` and `values` are views of it (`kvpool.plane`), and `k[layer]` and `v[layer]` those of
-    one layer: contiguous [blocks, kv_heads, …], one (block, head) is one contiguous tile. Everything starts as zeros, so that a masked read
-    of a slot that was never written is finite, and is backed by memory from the start or soon after (`kvpool.pages`),
-    not under load.
+    one layer: contiguous [blocks, kv_heads, …], one (block, head) is one contiguous tile. Everything starts as zeros,
+    so that a masked read of a slot that was never written is finite, and is backed by memory from the start or soon
+    after (`kvpool.pages`), not under load.
     """
 
     def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device | str = "cpu") -> None:

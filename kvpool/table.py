@@ -25,7 +25,8 @@ class BlockTable:
     __slots__ = ("blocks", "freed", "more", "node", "registered")
 
     def __init__(
-        self, groups: list[list[int]] | None = None,
+        self,
+        groups: list[list[int]] | None = None,
         registered: int = 0,
         node: Node | None = None,
         freed: Sequence[int] = (),

@@ -155,9 +155,7 @@ class InputBuilder:
     On a CPU the tensors of a StepInputs are views, valid until the next `build`; on a GPU they are copies.
     """
 
-    def __init__(
-        self, max_tokens: int, block_size: int, device: torch.device, windows: Windows = (None,)
-    ) -> None:
+    def __init__(self, max_tokens: int, block_size: int, device: torch.device, windows: Windows = (None,)) -> None:
         """`windows`: of the pool's groups."""
         self.block_size = block_size
         self.device = device

@@ -163,7 +163,9 @@ def load_runner(
     for line in plan.lines():
         progress("kv cache", line)
     if options.one_group and len(set(config.windows)) > 1:
-        progress("kv cache", "blocks hold all layers, for a tier's sake: those that slide keep what lies behind their window")
+        progress(
+            "kv cache", "blocks hold all layers, for a tier's sake: those that slide keep what lies behind their window"
+        )
     max_model_len, fits = longest, plan.longest(max_tokens)
     if fits < longest:
         # A context that was asked for stays: longer requests are refused one by one, with the pool's numbers.
@@ -274,10 +276,7 @@ def profile(
     columns, others = layout.paging.columns, len(storage.groups.windows) - 1
     tables = [[1] * columns(n) for n in counts]
     batch = Batch(
-        [
-            Row([0] * n, n, 0, n, table, params, more=[table] * others)
-            for n, table in zip(counts, tables, strict=True)
-        ]
+        [Row([0] * n, n, 0, n, table, params, more=[table] * others) for n, table in zip(counts, tables, strict=True)]
     )
     torch.cuda.reset_peak_memory_stats(device)
     kind(model, storage, sum(counts)).execute(batch).result()

@@ -5,8 +5,8 @@ number i ends, numbers 0 … i still live and each has grown by remaining_i; the
 
       peak = max over i of   remaining_i · (i + 1)  +  Σ_{j ≤ i} used_j
 
-here in blocks: `used` counts whole blocks, and those that other tables hold too are counted once. Behind a window blocks
-are given back as others are taken: what a sequence will hold there at most is counted as used, and does not grow.
+here in blocks: `used` counts whole blocks, and those that other tables hold too are counted once. Behind a window
+blocks are given back as others are taken: what a sequence will hold there at most is used from the start.
 """
 
 from __future__ import annotations

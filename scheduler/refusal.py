@@ -44,9 +44,7 @@ def refusal(submit: Submit, limits: Limits, paging: Paging, num_blocks: int) -> 
     return None
 
 
-def _search_refusal(
-    submit: Submit, search: BeamSearch, limits: Limits, paging: Paging, num_blocks: int
-) -> str | None:
+def _search_refusal(submit: Submit, search: BeamSearch, limits: Limits, paging: Paging, num_blocks: int) -> str | None:
     if submit.params.grammar is not None or submit.params.pooling is not None:
         return "beam_width: a search takes neither a grammar nor pooling"
     if any(submit.generated) or submit.finished:

@@ -57,7 +57,8 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What all layers of a group and its window share. Tensors are int32 on the device; see `StepInputs` for the first three."""
+    """What all layers of a group and its window share. Tensors are int32 on the device; see `StepInputs` for the first
+    three."""
 
     row_starts: Tensor
     starts: Tensor

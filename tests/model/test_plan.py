@@ -117,5 +117,7 @@ def test_layers_that_slide_keep_their_window() -> None:
         "1.00",
         *(f"{pages // need:,}" for need in (6 * 16, 256 + 5 * 33, 2048 + 5 * 33)),
     ]
-    whole = plan_capacity(config_from_json(GEMMA3_270M | {"sliding_window": 32768}), given_budget(4 * GIB), lengths=[32768])
+    whole = plan_capacity(
+        config_from_json(GEMMA3_270M | {"sliding_window": 32768}), given_budget(4 * GIB), lengths=[32768]
+    )
     assert (plan.users(plan.pools[1])[-1], whole.users(whole.pools[1])[-1]) == (39, 7)

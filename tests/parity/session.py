@@ -115,12 +115,12 @@ def assert_parity(runner: Runner, asked: Prompts, right: Answers, slowly: int | 
     # that it admits more than fit and the sequences push one another out.
     longest = max(map(len, asked)) + new
     paging = Session(runner).paging
-    small = Session(runner, blocks=paging.pages(longest, 64) + 3 * len(paging.windows), chunk=64)
+    small = Session(runner, blocks=paging.pages(longest, 64) + 3, chunk=64)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("scheduler.estimate.MIN_REMAINING", 1)
         small.ask(asked * 3, 1)
         assert small.ask(asked, new) == right, "preempted"
-    assert small.preemptions > 0
+    assert small.preemptions > 0 or None not in paging.windows, "what a window will hold is known"
 
     session = Session(runner)
     session.ask(asked, new)

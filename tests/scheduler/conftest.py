@@ -1,9 +1,9 @@
 """A fake runner with a real paged memory, and a driver that holds an engine against an oracle.
 
-The runner stores (token, position, kind of rotary factors, group of layers) in slots, reads every row's context back through its block
-table and refuses to go on where it is not exactly the row's tokens. What it draws depends on what it read. So a block
-that is shared, freed, copied or recycled wrongly cannot pass, and any schedule must give the tokens that the oracle
-gives without an engine.
+The runner stores (token, position, kind of rotary factors, group of layers) in slots, reads every row's context back
+through its block tables and refuses to go on where it is not exactly the row's tokens. What it draws depends on what it
+read. So a block that is shared, freed, copied or recycled wrongly cannot pass, and any schedule must give the tokens
+that the oracle gives without an engine.
 """
 
 from __future__ import annotations

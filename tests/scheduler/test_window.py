@@ -1,5 +1,5 @@
-"""Layers that slide: a sequence gives their early blocks back, and nobody misses them. Where only some do, each group of
-layers has blocks of its own, and those that see all keep theirs."""
+"""Layers that slide: a sequence gives their early blocks back, and nobody misses them. Where only some do, each group
+of layers has blocks of its own, and those that see all keep theirs."""
 
 from __future__ import annotations
 
