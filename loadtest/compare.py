@@ -7,7 +7,6 @@ import asyncio
 import os
 import shlex
 import shutil
-import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -144,16 +143,9 @@ class Book:
 
 
 def _run(args: argparse.Namespace, plan: Plan, peers: Sequence[Peer], book: Book) -> int:
-    async def everything() -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        # Like Ctrl-C: the running server is ended on the way out.
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-        await compare(plan, peers, book.result.runs, book.record)
-
     interrupted = False
     try:
-        asyncio.run(everything())
+        asyncio.run(compare(plan, peers, book.result.runs, book.record))
     except (KeyboardInterrupt, asyncio.CancelledError):
         interrupted = True
     if book.result.summary and not args.no_plot:

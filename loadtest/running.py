@@ -75,7 +75,8 @@ class Running:
 
 @asynccontextmanager
 async def running(peer: Peer, log: Path, limit: float) -> AsyncIterator[Running]:
-    """The server while it is needed. Whatever ends the block, none of its processes is left. Raises Died."""
+    """The server while it is needed. Whatever ends the block, SIGTERM too, none of its processes is left. Raises Died;
+    CancelledError behind SIGTERM, once."""
     port = free_port()
     with log.open("ab") as out:
         try:
@@ -92,12 +93,16 @@ async def running(peer: Peer, log: Path, limit: float) -> AsyncIterator[Running]
             raise Died(f"cannot run {peer.command[0]}: {error.strerror}") from None
     server = Running(process, f"http://127.0.0.1:{port}", log)
     watching = asyncio.create_task(server.watch())
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    loop.add_signal_handler(signal.SIGTERM, task.cancel)
     try:
         await server.wait_ready(peer.ready, limit)
         yield server
     finally:
         watching.cancel()
         stop(process)
+        loop.remove_signal_handler(signal.SIGTERM)
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:

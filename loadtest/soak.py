@@ -217,7 +217,7 @@ def main(argv: Sequence[str]) -> int:
     except (Died, MissingExtra) as error:
         print(f"octavo bench soak: {error}", file=sys.stderr)
         return BAD_START
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, asyncio.CancelledError):
         return INTERRUPTED
     if broken:
         print("\n".join(f"BROKEN: {what}" for what in broken))

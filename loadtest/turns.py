@@ -180,6 +180,6 @@ def main(argv: Sequence[str]) -> int:
         except (Died, aiohttp.ClientError) as error:
             print(f"octavo bench turns: {error}", file=sys.stderr)
             return ALL_FAILED
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, asyncio.CancelledError):
             return INTERRUPTED
     return 0

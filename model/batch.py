@@ -54,6 +54,8 @@ class Row:
     draft: list[int] = field(default_factory=list)
     """Tokens guessed to follow; computed too, so `blocks` covers them. Only where start + count == length, and `source`
     is -1."""
+    plain: bool = False
+    """`params.plain`, where that is known: asking takes longer than drawing."""
     matcher: Matcher | None = None
     """Says what may be drawn. It has followed `tokens`; the draft is valid to it."""
     pooled: Vector | None = None

@@ -61,6 +61,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             or self.frequency_penalty
         )
 
+    @property
+    def plain(self) -> bool:
+        """Whether a draw takes nothing but the model's logits, and brings nothing but a token."""
+        edits = self.reads_tokens or self.logit_bias or self.min_tokens or self.allowed_token_ids is not None
+        return not edits and self.logprobs is None
+
 
 class Logprob(msgspec.Struct, frozen=True, array_like=True):
     """Logprob of one token under the raw distribution, and of the likeliest alternatives (natural log, floor -9999)."""

@@ -44,8 +44,10 @@ class Sampler:
     def ahead(self, logits: torch.Tensor, rows: Sequence[Row]) -> Drawn | None:
         """Enqueue the draws that need nothing of their rows' tokens but how many there are; None where there is none.
         For `sample`, with the same logits and rows."""
+        if not self.asynchronous:
+            return None
         plain = [i for i, row in enumerate(rows) if row.matcher is None and not is_edited(row)]
-        if not (self.asynchronous and plain):
+        if not plain:
             return None
         own = logits if len(plain) == len(rows) else _select(logits, plain)
         return Drawn(_draw_there(own, [rows[i] for i in plain]), plain)
@@ -70,13 +72,17 @@ class Sampler:
             found = {**ahead.wait(), **dict(zip(rest, others, strict=True))}
             drawn = [found[i] for i in range(len(rows))]
             return drawn, self._logprobs(logits, rows, drawn)
+        draw = _draw if self._kernels is None else partial(_draw_compiled, self._kernels)
+        if all(row.plain for row in rows):
+            tokens = draw(logits, rows, frozenset())
+            tokens[tokens == NO_TOKEN] = BAD_LOGITS
+            return tokens.tolist(), [None] * len(rows)
         edited = [i for i, row in enumerate(rows) if is_edited(row) or (i in masks and row.params.logprobs is not None)]
         raw = np.ones(len(rows), np.bool_)
         if direct := {i: masks[i] for i in masks.keys() - set(edited)}:
             # Most constrained rows: nobody asks for their raw logits, so they need no copy.
             constrain(logits, direct, self._kernels)
             raw[list(direct)] = False
-        draw = _draw if self._kernels is None else partial(_draw_compiled, self._kernels)
         tokens = draw(logits, rows, frozenset(edited))
         tokens[raw & (tokens == NO_TOKEN)] = BAD_LOGITS
         edited = [i for i in edited if tokens[i] >= 0]

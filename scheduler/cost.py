@@ -172,7 +172,7 @@ class CostModel:
 
 
 def _dot(a: Sequence[float], b: Sequence[float]) -> float:
-    return sum(x * y for x, y in zip(a, b, strict=True))
+    return sum([x * y for x, y in zip(a, b, strict=True)])
 
 
 def _prefill(work: Work) -> tuple[float, ...]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from model.batch import Row
-from scheduler import isolation
+from scheduler.cost import Work
 from scheduler.messages import EngineStats
 from scheduler.policy import SchedulerState
 
@@ -31,14 +29,17 @@ class Counters:
     step_tokens: int = 0
     step_rows: int = 0
 
-    def step(self, rows: Sequence[Row], outcome: isolation.Outcome, seconds: float, ended: Collection[int]) -> None:
-        """One more was collected. `ended`: numbers of rows that nobody waits for any more."""
+    def step(self, rows: int, work: Work, seconds: float) -> None:
+        """One more was collected."""
         self.steps += 1
-        self.step_rows = len(rows)
+        self.step_rows = rows
+        self.step_tokens = work.rows + work.prefill
         self.step_seconds = seconds
-        for reason in outcome.reasons(rows, ended):
-            name = f"failed_{reason}"
-            setattr(self, name, getattr(self, name) + 1)
+
+    def failed(self, reason: str) -> None:
+        """A row that somebody still waits for. `reason`: one of those of `scheduler.isolation`."""
+        name = f"failed_{reason}"
+        setattr(self, name, getattr(self, name) + 1)
 
     def stats(self, state: SchedulerState, unborn: int) -> EngineStats:
         """With the state as it is now. `unborn`: sequences that wait for their leader."""

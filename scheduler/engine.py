@@ -15,7 +15,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Items
 
 from kvpool.pool import KVPool
-from model.batch import BAD_GRAMMAR, BAD_LOGITS, NO_TOKEN, Batch, Executor, Row
+from model.batch import BAD_LOGITS, NO_TOKEN, Batch, Executor, Row
 from model.grammar import Grammars
 from model.pooling import Vector
 from scheduler import invariants, isolation
@@ -203,11 +203,13 @@ class Engine:
             if count > 1:
                 sequence.chunked = True
                 self._chunked.append(sequence)
-            params = sequence.request.params
+            request = sequence.request
+            params = request.params
             row = Row(sequence.tokens, sequence.prompt_len, start, count, sequence.table.blocks, params, sequence.index)
             row.length += sequence.ahead
             row.samples = end == row.length and params.max_tokens > 0
-            row.matcher, row.pooled, row.more = sequence.matcher, sequence.request.pooled, sequence.table.more
+            row.plain, row.matcher, row.pooled = request.plain, sequence.matcher, request.pooled
+            row.more = sequence.table.more
             if sequence.ahead:
                 row.source = sequence.slot
             rows.append(row)
@@ -241,11 +243,9 @@ class Engine:
         self._phases.land(self._flights[0].number - 1 if self._flights else self._launched)
         now = self._clock()
         seconds, self._collected = now - max(flight.launched, self._collected), now
-        counters = self._counters
+        counters, pool = self._counters, self._state.pool
         rows = flight.batch.rows
-        ended = {number for number, s in enumerate(flight.plan.counts) if s.phase is Phase.FINISHED}
-        counters.step(rows, outcome, seconds, ended)
-        counters.step_tokens = flight.work.rows + flight.work.prefill
+        counters.step(len(rows), flight.work, seconds)
         failures = outcome.failures
         if failures:
             self._failed_steps = self._failed_steps + 1 if len(failures) == len(rows) else 0
@@ -255,31 +255,28 @@ class Engine:
             self._failed_steps = 0
             self._cost.observe(flight.work, seconds)
         result = outcome.result
+        finished, size, charge = Phase.FINISHED, pool.block_size, self._state.tenants.charge
         for number, (sequence, count) in enumerate(flight.plan.counts.items()):
-            if sequence.phase is Phase.FINISHED:
+            if sequence.phase is finished:
                 continue  # While this step was in flight, or with another beam of its search.
             if number in failures:
+                counters.failed(isolation.reason(failures[number]))
                 self._fail(sequence, FAILED)
                 continue
-            row, drawn, end = rows[number], result.tokens[number], rows[number].start + count
+            row, drawn = rows[number], result.tokens[number]
+            end = row.start + count
             if row.samples and sequence.ahead:
                 sequence.ahead -= 1
-            if BAD_LOGITS in drawn[:1]:
-                if row.draft:  # Perhaps the draft's fault: compute it anew without one.
-                    self._speculation.bar(sequence)
-                    self._phases.restart(sequence)
-                else:
-                    self._fail(sequence, "the model's logits for this request are not finite")
-                continue
-            if BAD_GRAMMAR in drawn[:1]:
-                self._fail(sequence, (sequence.matcher and sequence.matcher.error) or FAILED)
+            if drawn and drawn[0] < NO_TOKEN:
+                self._bad(sequence, row, drawn[0])
                 continue
             request, new = sequence.request, 0
             if count > 1 or row.start < sequence.prompt_len:
                 counters.computed_tokens += count
                 new = request.bill(row.start, end)
-            self._state.tenants.charge(request.tenant, new, len(drawn), end - new / 2)
-            self._commit(sequence, row.start, end)
+            charge(request.tenant, new, len(drawn), end - new / 2)
+            if end // size > row.start // size:
+                self._commit(sequence, end)
             if request.prompt_values is not None:
                 values = result.prompt_logprobs[number]
                 whole = request.collect_prompt(row.start, end, values)
@@ -299,19 +296,31 @@ class Engine:
             elif end == row.length:  # Nothing is to be generated, by anyone.
                 self._end(request, FinishReason.LENGTH)
 
-    def _commit(self, sequence: Sequence, start: int, end: int) -> None:
-        """Tokens start, …, end - 1 are computed. Blocks that this has filled become findable."""
+    def _commit(self, sequence: Sequence, end: int) -> None:
+        """Token end - 1 is computed and filled a block, which becomes findable."""
         pool = self._state.pool
-        if end // pool.block_size > start // pool.block_size:
-            pool.commit(sequence.table, sequence.tokens, end, sequence.salt)
-            pool.slide(sequence.table, end)
+        pool.commit(sequence.table, sequence.tokens, end, sequence.salt)
+        pool.slide(sequence.table, end)
+
+    def _bad(self, sequence: Sequence, row: Row, drawn: int) -> None:
+        """A row that has no token, and not because its request's own masks leave none."""
+        if drawn == BAD_LOGITS and row.draft:  # Perhaps the draft's fault: compute it anew without one.
+            self._speculation.bar(sequence)
+            self._phases.restart(sequence)
+        elif drawn == BAD_LOGITS:
+            self._counters.failed(isolation.LOGITS)
+            self._fail(sequence, "the model's logits for this request are not finite")
+        else:
+            self._counters.failed(isolation.GRAMMAR)
+            self._fail(sequence, (sequence.matcher and sequence.matcher.error) or FAILED)
 
     def _draw(self, sequence: Sequence, drawn: list[int], logprobs: list[Logprob]) -> None:
         """Append what a row drew, until it ends the sequence. All but the last were in its draft, hence computed."""
         for place, token in enumerate(drawn):
             if place:
                 sequence.num_computed += 1
-                self._commit(sequence, sequence.num_computed - 1, sequence.num_computed)
+                if sequence.num_computed % self._state.pool.block_size == 0:
+                    self._commit(sequence, sequence.num_computed)
             self._append(sequence, token, logprobs[place] if place < len(logprobs) else None)
             if sequence.phase is Phase.FINISHED:
                 break

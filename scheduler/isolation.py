@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from model.batch import BAD_GRAMMAR, BAD_LOGITS, Batch, Executor, Pending, Row, StepResult
+from model.batch import Batch, Executor, Pending, Row, StepResult
 
 log = logging.getLogger(__name__)
 
@@ -37,18 +37,6 @@ class Outcome:
     result: StepResult
     failures: dict[int, Exception] = field(default_factory=dict)
     """By row number: why it fails; its entries in `result` say nothing."""
-
-    def reasons(self, rows: Sequence[Row], ended: Collection[int] = ()) -> list[str]:
-        """Of the rows that fail, those whose sequence had `ended` aside. One with a draft is computed anew before its
-        logits count."""
-        found = [MEMORY if out_of_memory(error) else RAISED for n, error in self.failures.items() if n not in ended]
-        for number, row in enumerate(rows):
-            drawn = self.result.tokens[number][:1] if number not in ended else []
-            if BAD_LOGITS in drawn and not row.draft:
-                found.append(LOGITS)
-            elif BAD_GRAMMAR in drawn:
-                found.append(GRAMMAR)
-        return found
 
 
 class Broken:
@@ -91,6 +79,11 @@ def end(pending: Pending) -> None:
     """Wait for a step whose result does not matter, nor what it raised."""
     with suppress(Exception):
         pending.result()
+
+
+def reason(error: Exception) -> str:
+    """Why the row failed whose step raised this."""
+    return MEMORY if out_of_memory(error) else RAISED
 
 
 def out_of_memory(error: Exception) -> bool:

@@ -54,6 +54,7 @@ class Request:
         "id",
         "n",
         "params",
+        "plain",
         "pooled",
         "prompt_len",
         "prompt_values",
@@ -104,6 +105,7 @@ class Request:
                 logprobs=self.beams.wanted,
                 prompt_logprobs=self.params.prompt_logprobs,
             )
+        self.plain = self.params.plain
         self.sequences = [
             Sequence(
                 self,
@@ -245,10 +247,10 @@ class Sequence:
     @property
     def finish(self) -> FinishReason:
         """Whether its last token ends it."""
-        params = self.request.params
-        if self.tokens[-1] in params.stop_token_ids and self.generated > params.min_tokens:
+        params, known = self.request.params, len(self.tokens)
+        if self.tokens[-1] in params.stop_token_ids and known - self.prompt_len > params.min_tokens:
             return FinishReason.STOP
-        return FinishReason.LENGTH if len(self.tokens) >= self.limit else FinishReason.RUNNING
+        return FinishReason.LENGTH if known >= self.limit else FinishReason.RUNNING
 
 
 def seats_taken(running: Collection[Sequence]) -> int:

@@ -31,10 +31,10 @@ ISAS: dict[str, tuple[str, ...]] = {
     "avx512": AVX512,
     "avx2": AVX2,
     "portable": (),
-    "emulated": (*AVX2, "-DOCTAVO_EMULATED"),
+    "emulated": (*AVX2, "-DOCTAVO_EMULATED", "-O1"),
 }
 """Instruction sets, best first, and what the compiler is told. A flag has the processor's own name for it. emulated is
-for tests: the layouts and widths of avx512bf16, without its instructions."""
+for tests: the layouts and widths of avx512bf16, without its instructions; to optimise it would take minutes."""
 FLAGS = ("-std=gnu++17", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-Wno-psabi", "-Wno-maybe-uninitialized")
 """gnu, not c++: products and sums may then become one instruction, as the kernels mean them to."""
 
