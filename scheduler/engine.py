@@ -124,8 +124,7 @@ class Engine:
             return  # Ids are never reused; a second one is a resubmission that crossed its first.
         refused = refusal(submit, limits, pool.paging, pool.num_usable)
         if refused is None:
-            most = longest(submit, limits, pool.paging, pool.num_usable)
-            request = Request(submit, most, limits.rope_switch)
+            request = Request(submit, longest(submit, limits, pool.paging, pool.num_usable), limits.rope_switch)
             refused = self._compiling.attach(request)
         if refused is not None:
             for index in range(max(1, submit.n)):
