@@ -142,13 +142,11 @@ class KVPool:
         where the hit is stale, and nothing changed."""
         if not hit.blocks:
             return self.new_table()
-        node = hit.last
-        for column in range(len(hit.blocks) - 1, -1, -1):
-            if node is None or any(
-                blocks[column] not in (found, NULL_BLOCK) for blocks, found in zip(hit.groups, node.blocks, strict=True)
-            ):
+        chain = BlockTable(node=hit.last).chain()
+        for group, blocks in enumerate(hit.groups):
+            found = [link.blocks[group] for link in chain]
+            if [block and now for block, now in zip(blocks, found, strict=False)] != list(blocks):
                 raise ValueError("stale prefix hit: the pool changed between match() and adopt()")
-            node = node.parent
         freed = [blocks.count(NULL_BLOCK) for blocks in hit.groups]
         for blocks, first in zip(hit.groups, freed, strict=True):
             for block in blocks[first:]:
@@ -320,9 +318,10 @@ class KVPool:
         refs = self._refs
         total = -self._surplus * size
         partial: dict[int, list[int]] = {}
+        several, slides = self.num_groups > 1, bool(self._sliding)
         for table, computed in rows:
-            total += computed * self.num_groups - sum(table.freed) * size
-            for blocks in table.groups:
+            total += computed * self.num_groups - (sum(table.freed) * size if slides else 0)
+            for blocks in table.groups if several else (table.blocks,):
                 for i in range(computed // size, len(blocks)):
                     if refs[blocks[i]] > 1:
                         partial.setdefault(blocks[i], []).append(max(0, computed - i * size))

@@ -175,16 +175,21 @@ class InputBuilder:
         if total > self._packed.shape[1]:
             raise ValueError(f"a step of {total} tokens is larger than the {self._packed.shape[1]} of the runner")
         needed = -(-contexts // size)
-        tables = np.zeros((len(self._windows), len(rows), int(needed.max())), np.int64)
+        window, *others = self._windows
+        tables = np.zeros((1 + len(others), len(rows), int(needed.max())), np.int64)
         tokens: list[int] = []
         sampled: list[int] = []
         unread: list[tuple[int, int]] = []
         for number, (row, blocks) in enumerate(zip(rows, needed.tolist(), strict=True)):
+            if len(row.more) != len(others):
+                raise ValueError(f"row {number} has tables of {1 + len(row.more)} groups, the pool {1 + len(others)}")
             if len(row.blocks) < blocks:
                 raise ValueError(f"row {number} needs {blocks} blocks and its table has {len(row.blocks)}")
-            for group, (window, own) in enumerate(zip(self._windows, row.groups, strict=True)):
-                first = unseen(row.start, size, window)
-                tables[group, number, first:blocks] = own[first:blocks]
+            first = unseen(row.start, size, window)
+            tables[0, number, first:blocks] = row.blocks[first:blocks]
+            for group, own in enumerate(row.more):
+                first = unseen(row.start, size, others[group])
+                tables[1 + group, number, first:blocks] = own[first:blocks]
             if row.source >= 0:
                 unread.append((len(tokens), row.source))
                 tokens.append(0)

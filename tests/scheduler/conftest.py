@@ -12,23 +12,23 @@ import random
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvpool.groups import Windows
 from kvpool.pool import KVPool
 from kvpool.tier import Tier
 from model.batch import BAD_LOGITS, NO_TOKEN, Batch, Row, StepResult
 from model.grammar import Grammars
 from model.params import Logprob, SamplingParams
 from scheduler import estimate
-from scheduler.beams import most_tokens
 from scheduler.cost import CostModel
 from scheduler.engine import Engine, Message
 from scheduler.limits import Limits
 from scheduler.messages import Abort, BeamSearch, FinishReason, StepOutput, Submit
+from scheduler.refusal import longest
 from tests.scheduler.device import Device
 from tests.scheduler.searching import following, likeliest, search_slowly
 
@@ -69,11 +69,10 @@ class FakeRunner:
         block_size: int,
         advance: Callable[[float], None],
         rope_switch: int | None,
-        windows: Windows = (None,),
+        windows: tuple[int | None, ...] = (None,),
     ) -> None:
         self.draw = draw
-        self.windows = [window or 10**9 for window in windows]
-        """Of the groups of layers, the widest first."""
+        self.windows = [window or 10**9 for window in windows]  # of the groups of layers, the widest first
         self.switch = rope_switch or 10**9
         self.size = block_size
         self.memory: list[Cell] = [None] * (num_blocks * block_size)
@@ -99,15 +98,13 @@ class FakeRunner:
         owners: dict[int, int] = {}
         for number, row in enumerate(batch.rows):
             self._check(row)
-            for position in range(row.start, row.start + row.count + len(row.draft)):
-                for blocks in row.groups:
-                    block = blocks[position // size]
-                    if owners.setdefault(block, number) != number:
-                        raise WrongContext(f"two rows write to block {block}")
-                    # Half of a failed step was written: whoever retries must not trust it.
-                    self.memory[block * size + position % size] = None
-        guilty = next((row for row in batch.rows if self.raises(row)), None)
-        if guilty is not None:
+            for position, blocks in product(range(row.start, row.start + row.count + len(row.draft)), row.groups):
+                block = blocks[position // size]
+                if not block or owners.setdefault(block, number) != number:
+                    raise WrongContext(f"block {block} is not one that row {number} may write to")
+                # Half of a failed step was written: whoever retries must not trust it.
+                self.memory[block * size + position % size] = None
+        if guilty := next((row for row in batch.rows if self.raises(row)), None):
             raise ValueError(f"row at {guilty.start}\nand a second line")
         for row in batch.rows:
             known = row.tokens + row.draft
@@ -134,7 +131,7 @@ class FakeRunner:
 
     def _check(self, row: Row) -> None:
         end = row.start + row.count
-        if row.count < 1 or end > len(row.tokens):
+        if row.count < 1 or end > len(row.tokens) or len(set(map(len, row.groups))) != 1:
             raise WrongContext(f"impossible row {row}")
         if end + len(row.draft) > min(len(row.blocks) * self.size, row.prompt_len + row.params.max_tokens):
             raise WrongContext(f"row without room {row}")
@@ -143,10 +140,7 @@ class FakeRunner:
         if row.samples != (end == len(row.tokens) and row.params.max_tokens > 0):
             raise WrongContext(f"row must draw or must not: {row}")
         for group, (window, blocks) in enumerate(zip(self.windows, row.groups, strict=True)):
-            first = max(0, row.start + 1 - window)
-            if 0 in blocks[first // self.size :] or len(blocks) != len(row.blocks):
-                raise WrongContext(f"impossible row {row}")
-            for position in range(first, row.start):
+            for position in range(max(0, row.start + 1 - window), row.start):
                 cell = self.memory[blocks[position // self.size] * self.size + position % self.size]
                 if cell != (row.tokens[position], position, len(row.tokens) > self.switch, group):
                     raise WrongContext(f"position {position} holds {cell}, not {row.tokens[position]}")
@@ -202,7 +196,7 @@ class World:
         block_size: int = 4,
         prefix_caching: bool = True,
         limits: Limits | None = None,
-        windows: Windows = (None,),
+        windows: tuple[int | None, ...] = (None,),
         tier: Tier | None = None,
         depth: int = 0,
     ) -> None:
@@ -359,10 +353,8 @@ class World:
             stream.tokens.append(self.runner.draw(submit.prompt_ids + stream.tokens, params, index))
 
     def _found(self, submit: Submit, search: BeamSearch) -> list[Stream]:
-        prompt, params = submit.prompt_ids, submit.params
-        columns = self.pool.num_usable // self.pool.num_groups
-        most = most_tokens(len(prompt), search.width, columns, self.pool.block_size)
-        most = min(params.max_tokens, min(most, self.limits.max_model_len) - len(prompt))
+        prompt, params, pool = submit.prompt_ids, submit.params, self.pool
+        most = min(params.max_tokens, longest(submit, self.limits, pool.paging, pool.num_usable) - len(prompt))
         found = search_slowly(
             search, params.stop_token_ids, most, lambda generated: following(prompt + generated, params.seed)
         )
