@@ -228,17 +228,17 @@ class KVPool:
             return
         if full > len(table.blocks) or num_computed > len(tokens):
             raise ValueError(f"commit of {num_computed} tokens: {len(tokens)} known, {len(table.blocks)} blocks")
-        size, groups = self.block_size, table.groups
+        size, first = self.block_size, table.registered
         node = table.node
         if node is not None and node.salt != salt:
             raise ValueError("commit under another salt than the table's prefix")
-        for i in range(table.registered, full):
+        columns = zip(*(blocks[first:full] for blocks in table.groups), strict=True)
+        for i, blocks in enumerate(columns, first):
             payload = pack(tokens[i * size : (i + 1) * size])
             digest = prefix.chain_digest(ROOT if node is None else node.digest, payload, salt)
-            blocks = [blocks[i] for blocks in groups]
             table.node = node = self._map.register(blocks, digest, node, payload, salt)
             table.registered = i + 1
-            if self.tier is not None and self.tier.persistent and node.blocks == blocks != [NULL_BLOCK]:
+            if self.tier is not None and self.tier.persistent and node.blocks[0] == blocks[0] != NULL_BLOCK:
                 self._unsaved[blocks[0]] = node
 
     def freed_by(self, table: BlockTable) -> int:
@@ -252,10 +252,10 @@ class KVPool:
         In reverse, so that a tail is evicted before its head: a tail without its head cannot be hit. The last step
         that writes to these blocks must be finished, or enqueued before whatever writes to them next.
         """
-        for column in zip(*map(reversed, table.groups), strict=True):
-            for block in column:
-                if block != NULL_BLOCK:
-                    self._give_up(block)
+        blocks = [block for column in zip(*table.groups, strict=True) for block in column]
+        for block in reversed(blocks):
+            if block != NULL_BLOCK:
+                self._give_up(block)
         table.clear()
 
     def trim(self, table: BlockTable, num_tokens: int) -> None:

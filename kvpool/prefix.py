@@ -115,7 +115,7 @@ class PrefixMap:
                 node.parent = parent
         return node
 
-    def register(self, blocks: list[int], digest: bytes, parent: Node | None, payload: bytes, salt: bytes) -> Node:
+    def register(self, blocks: Sequence[int], digest: bytes, parent: Node | None, payload: bytes, salt: bytes) -> Node:
         """Make full, computed blocks findable, one a group; null ones are not. Where the prefix has a block already,
         that one stays. Where another prefix has the digest (a collision), a node is made but the blocks stay
         unfindable."""

@@ -43,9 +43,8 @@ def test_as_without_graphs(family: str, kv: str, tmp_path: Path, monkeypatch: py
         decoder.forward(inputs(PROMPTS, windows), pools[0])
         pools[1].data.copy_(pools[0].data)
         for rows in STEPS:
-            out, expected = (
-                model.forward(inputs(rows, windows), pool) for model, pool in zip((graphs, decoder), pools, strict=True)
-            )
+            out = graphs.forward(inputs(rows, windows), pools[0])
+            expected = decoder.forward(inputs(rows, windows), pools[1])
             torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
         for part in ("keys", "values"):  # a sum of more rows may round otherwise, and a code be the next one
             mine, theirs = (getattr(pool, part).tiles[:, 1:].view(torch.uint8) for pool in pools)
