@@ -299,7 +299,8 @@ class Engine:
         """Token end - 1 is computed and filled a block, which becomes findable."""
         pool = self._state.pool
         pool.commit(sequence.table, sequence.tokens, end, sequence.salt)
-        pool.slide(sequence.table, end)
+        if not sequence.request.parts:
+            pool.slide(sequence.table, end)
 
     def _bad(self, sequence: Sequence, row: Row, drawn: int) -> None:
         """A row that has no token, and not because its request's own masks leave none."""

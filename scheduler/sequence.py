@@ -133,6 +133,12 @@ class Request:
         return self.prompt_values is None and (pooling is None or pooling.kind != "mean")
 
     @property
+    def parts(self) -> bool:
+        """Whether live beams are unborn: they go on from wherever they part from the one that runs, perhaps behind its
+        window."""
+        return self.beams is not None and bool(self.unborn) and len(self.beams.live) > 1
+
+    @property
     def seats(self) -> int:
         """That must be free before it begins: its beams cannot do without one another."""
         return 1 if self.beams is None else len(self.sequences)

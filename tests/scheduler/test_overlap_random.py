@@ -61,6 +61,8 @@ MIXES = [
     Mix("hiccups", 24, hiccups=True),
     Mix("window", 20, windows=(9,)),
     Mix("windows", 44, windows=(None, 9, 9)),
+    Mix("searches in windows", 60, searches=True, windows=(None, 9)),
+    Mix("drafts in windows", 50, drafts=8, windows=(None, 9)),
     Mix("tier", 12, tier=True),
 ]
 STEPS = 310 * FACTOR

@@ -5,9 +5,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import pytest
+
 from kvpool.slots import MemorySlots
 from kvpool.tier import Tier
 from scheduler.limits import Limits
+from scheduler.messages import BeamSearch
 
 if TYPE_CHECKING:
     from tests.scheduler.conftest import World
@@ -200,3 +203,17 @@ def test_what_no_pool_of_this_size_holds_is_refused(world: type[World]) -> None:
     it.run()
     assert it.streams[refused, 0].error.startswith("prompt: needs 61 blocks of 4 tokens, the pool has 60")
     assert len(it.streams[fits, 0].tokens) == 1
+
+
+@pytest.mark.parametrize("windows", [(8,), (None, 8)])
+def test_beams_part_behind_the_window(world: type[World], windows: tuple[int | None, ...]) -> None:
+    """A search that was preempted begins with one of its beams, which has slid past where others part from it."""
+    for steps in range(10, 60, 7):
+        it = world(blocks=200, limits=LIMITS, windows=windows)
+        search = BeamSearch(width=3, length_penalty=1.0, early_stopping=False)
+        it.add(range(9), max_tokens=60, n=2, search=search)
+        for _ in range(steps):
+            it.step()
+        it.engine._phases.preempt(it.engine._state.running[0], yields=False)
+        it.run()
+        it.verify()
