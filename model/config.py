@@ -69,9 +69,8 @@ class ModelConfig:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """By layer: tokens that a token sees, itself included; None: all, as far as is known."""
-        window = self.sliding_window if self.native else None
-        return tuple(window if kind == "sliding" else None for kind in self.layer_types)
+        """By layer: tokens that a token sees, itself included; None: all."""
+        return tuple(self.sliding_window if kind == "sliding" else None for kind in self.layer_types)
 
     def outgrown(self, longest: int) -> tuple[int | None, ...]:
         """`windows`, without those that hold the longest sequence whole."""

@@ -39,6 +39,7 @@ class StepInputs:
 
     __slots__ = (
         "_common",
+        "_others",
         "block_size",
         "blocks",
         "contexts",
@@ -46,7 +47,6 @@ class StepInputs:
         "device",
         "every_table",
         "fields",
-        "groups",
         "lengths",
         "offsets",
         "plans",
@@ -94,12 +94,16 @@ class StepInputs:
         """What `plan` has made so far."""
         self._common: dict[Hashable, Any] = {}
         """The same of `common`, for all groups."""
-        self.groups: list[StepInputs] = [self]
-        """The step as each group sees it; this is the first."""
+        self._others: list[StepInputs] = []
         for blocks in packed[_BLOCKS + 1 :]:
             view = copy(self)
-            view.blocks, view.plans = blocks, {}
-            self.groups.append(view)
+            view.blocks, view.plans, view._others = blocks, {}, []
+            self._others.append(view)
+
+    @property
+    def groups(self) -> list[StepInputs]:
+        """The step as each group sees it; this is the first."""
+        return [self, *self._others]
 
     def tabulate(self, tables: Ints) -> None:
         """Every group's, [groups, R, columns]."""

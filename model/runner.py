@@ -162,7 +162,7 @@ def load_runner(
         plan = replace(plan, num_blocks=ranks.least(plan.num_blocks))
     for line in plan.lines():
         progress("kv cache", line)
-    if options.one_group and len(set(config.windows)) > 1:
+    if options.one_group and len(set(model.config.outgrown(longest))) > 1:
         progress(
             "kv cache", "blocks hold all layers, for a tier's sake: those that slide keep what lies behind their window"
         )

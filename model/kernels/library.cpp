@@ -184,8 +184,9 @@ struct Decoder : torch::CustomClassHolder {
   // keys and values: a plane of a slot behind the other; fit [layers, 4, kv_heads, dim]; places [layers, 2]: slot and
   // group. cos_sin: cos and sin [tokens, half] of each rotary table.
   void forward(const Tensor& x, const Tensor& keys, const Tensor& values, const optional<Tensor>& fit,
-               int64_t block_size, const Tensor& places, const std::vector<Tensor>& cos_sin, const Tensor& blocks, const Tensor& offsets,
-               const Tensor& row_starts, const Tensor& starts, const Tensor& counts, const Tensor& tables) {
+               int64_t block_size, const Tensor& places, const std::vector<Tensor>& cos_sin, const Tensor& blocks,
+               const Tensor& offsets, const Tensor& row_starts, const Tensor& starts, const Tensor& counts,
+               const Tensor& tables) {
     const octavo::Rows rows = rows_of(blocks, offsets, row_starts, starts, counts, tables);
     const int64_t tokens = rows.tokens;
     checked(x, at::kFloat, {tokens, g.hidden}, "x");
@@ -202,7 +203,8 @@ struct Decoder : torch::CustomClassHolder {
     for (int64_t number = 0; number < count; number++) {
       const int64_t group = kv.group(number);
       TORCH_CHECK(0 <= kv.places[2 * number] && kv.places[2 * number] < keys.size(0) && 0 <= group &&
-                      group < rows.groups, "the pool has another shape than the model");
+                      group < rows.groups,
+                  "the pool has another shape than the model");
       std::vector<int64_t>& all = groups[layers[number].window != 0];
       if (std::find(all.begin(), all.end(), group) == all.end()) all.push_back(group);
     }
