@@ -133,6 +133,12 @@ class Request:
         return self.prompt_values is None and (pooling is None or pooling.kind != "mean")
 
     @property
+    def parts(self) -> bool:
+        """Whether live beams are unborn: they go on from wherever they part from the one that runs, perhaps behind its
+        window."""
+        return self.beams is not None and bool(self.unborn) and len(self.beams.live) > 1
+
+    @property
     def seats(self) -> int:
         """That must be free before it begins: its beams cannot do without one another."""
         return 1 if self.beams is None else len(self.sequences)
@@ -219,7 +225,7 @@ class Sequence:
         self.hashes: list[bytes] = []
         """Prefix digests of the full blocks of `tokens`, as far as they were needed; only ever extended."""
         self.shared = 0
-        """Leading blocks that another table held when this one took them; for the peak estimate only."""
+        """Leading columns of blocks that another table held when this one took them; for estimates only."""
         self.preempted = False
         """Waits because it was preempted: goes before those that never ran."""
         self.preemptions = 0

@@ -34,6 +34,7 @@ def attend(
     items,
     row_starts,
     starts,
+    gone,
     tables,
     count,
     width,
@@ -60,7 +61,7 @@ def attend(
 
     query [tokens, KV_HEADS · GROUP, DIM], rotated where keys are; out likewise, contiguous. A part of a context goes to
     parts float32 [parts, KV_HEADS, ROWS, DIM], divided by its own sum, and the log₂ of that to weights [parts,
-    KV_HEADS, ROWS]. row_starts, starts, tables: as in StepInputs, int32; width [1] that of tables.
+    KV_HEADS, ROWS]. row_starts, starts: as in StepInputs, int32; gone, tables, width: as in Plan.
     """
     H: tl.constexpr = DIM // 2
     item, head = tl.program_id(0), tl.program_id(1)
@@ -74,7 +75,7 @@ def attend(
     token = tl.load(row_starts + row) + first
     left = tl.load(row_starts + row + 1) - token
     start = tl.load(starts + row) + first
-    table = tables + row * tl.load(width)
+    table = tables + row * tl.load(width) - tl.load(gone + row)
 
     m = tl.arange(0, ROWS)[:, None]
     d = tl.arange(0, HALF)[None, :]
@@ -230,6 +231,7 @@ def attention(
                 "items": work.items,
                 "row_starts": plan.row_starts,
                 "starts": plan.starts,
+                "gone": plan.gone,
                 "tables": plan.tables,
                 "count": len(work.items),
                 "width": plan.width,
