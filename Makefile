@@ -63,12 +63,13 @@ sanitize: $(VENV)/.ready-dev ## test the kernels under the address and undefined
 	  $(BIN)/python -m pytest tests/model/kernels --capture=sys -o timeout=3600 $(PYTEST_ARGS)
 
 # triton is 1 GB, hence an installation of its own; `make test` tries pairs of what shapes are made of, this triples.
+# PYTEST_ARGS="-k 96" ARGS="--shape phi3-mini" narrow the two long steps.
 TRITON := triton==3.9.0
 
 triton: $(VENV)/.ready-dev ## test the kernels for a GPU without one, on many shapes, and compile them for three kinds; takes long
 	$(PIP_INSTALL) --no-deps $(TRITON)
 	KERNEL_SHAPES=triples OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests/model/gpu tests/loadtest/test_device.py $(PYTEST_ARGS)
-	$(BIN)/python -m model.gpu.compile
+	$(BIN)/python -m model.gpu.compile $(ARGS)
 
 lint: $(VENV)/.ready-dev ## ruff and mypy, without the tests
 	$(BIN)/ruff check

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib
 import math
 import sys
 from collections.abc import Sequence
@@ -23,44 +24,18 @@ from loadtest.workloads import BadWorkload
 from model.errors import ModelError
 
 ALL_FAILED, BAD_START, INTERRUPTED = 1, 2, 130
+BENCHES = ("compare", "export", "fairness", "growth", "kv", "perplexity", "soak", "turns")
+"""Each is a module of that name. Imported when it is asked for: some need libraries of an extra."""
 
 
 def main(argv: Sequence[str]) -> int:
     """The exit status: 0; 1 where every request failed, or no stream ran beside the long prompt; 2 where the run could
     not start, with one line why."""
-    if argv[:1] == ["compare"]:
-        from loadtest.compare import main as compare
-
-        return compare(argv[1:])
-    if argv[:1] == ["export"]:
-        from loadtest.export import main as export
-
-        return export(argv[1:])
-    if argv[:1] == ["fairness"]:
-        from loadtest.fairness import main as fairness
-
-        return fairness(argv[1:])
-    if argv[:1] == ["growth"]:
-        from loadtest.growth import main as growth
-
-        return growth(argv[1:])
-    if argv[:1] == ["soak"]:
-        from loadtest.soak import main as soak
-
-        return soak(argv[1:])
-    if argv[:1] == ["turns"]:
-        from loadtest.turns import main as turns
-
-        return turns(argv[1:])
-    if argv[:1] == ["perplexity"]:
-        from loadtest.perplexity import main as perplexity
-
-        return perplexity(argv[1:])
-    if argv[:1] == ["kv"]:
-        from loadtest.kv import main as kv
-
-        return kv(argv[1:])
+    if argv and argv[0] in BENCHES:
+        return int(importlib.import_module(f"loadtest.{argv[0]}").main(argv[1:]))
     parser = make_parser()
+    if argv and not argv[0].startswith("-"):
+        parser.error(f"no benchmark {argv[0]!r}: name one of {', '.join(BENCHES)}, or none")
     args = parser.parse_args(argv)
     check(parser, args)
     try:

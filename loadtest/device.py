@@ -1,6 +1,12 @@
 """Ten minutes on a GPU: are the kernels right, and how far is a step from what memory allows? python -m loadtest.device
 
-Needs no network, no files and no web framework. Models have known shapes and random weights; one table at the end.
+Needs torch, triton, transformers, msgspec and llguidance; no network, no files, no web framework. Where the first three
+are and nothing can be fetched, bring the others in a folder (for Python 3.12):
+
+    pip install --no-deps --only-binary :all: --python-version 3.12 --target beside msgspec llguidance
+    PYTHONPATH=beside python -m loadtest.device
+
+Models have known shapes and random weights. Every line is printed as soon as it is known.
 
     checks     each kernel against float64
     ours       the engine, its steps overlapped, from prompts to answers: sequences, context, format of keys and values
@@ -21,24 +27,28 @@ import gc
 import statistics
 import sys
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 import torch
+import triton
 
 from kvpool.formats import FORMATS
 from kvpool.pool import KVPool
 from kvpool.storage import KVStorage
-from loadtest.kernel_checks import checks
+from loadtest.kernel_checks import checks, one_line
 from loadtest.random_model import CONFIGS, layout, random_decoder, random_transformer
 from model.attention.triton import TritonAttention
 from model.batch import Batch, Executor, Pending
 from model.decoder import Decoder
+from model.errors import ModelError
 from model.executor import Runner
+from model.gpu.launch import INTERPRETED
 from model.graphs import captured
-from model.precision import DTYPES
+from model.precision import DTYPES, choose_device
 from model.runner import warm_up
 from scheduler.engine import Engine
 from scheduler.limits import Limits
@@ -154,9 +164,9 @@ def ours(model: Decoder, case: Case, answer: int, rate: float, device: torch.dev
     each = shape.blocks_for(case.context + 1)
     blocks = 8 + case.batch * (each + 1) * 102 // 100
     storage = KVStorage(shape, blocks, device)
-    steps = captured(model, storage, [case.batch], each, lambda stage, detail: print(f"{stage}: {detail}"))
+    steps = captured(model, storage, [case.batch], each, lambda stage, detail: _say(f"{stage}: {detail}"))
     runner = Runner(steps, storage, STEP_TOKENS)
-    warm_up(runner, min(case.context, 8 * BLOCK))
+    warm_up(runner, min(case.context, STEP_TOKENS))  # as long as a prompt: kernels for split contexts are compiled, too
     watch = Watch(runner, device)
     limits = Limits(max_num_seqs=case.batch, max_num_batched_tokens=STEP_TOKENS, max_model_len=case.context + 1)
     engine = Engine(KVPool(blocks, BLOCK), watch, limits, time.monotonic, depth=1)
@@ -175,6 +185,8 @@ def ours(model: Decoder, case: Case, answer: int, rate: float, device: torch.dev
         left -= sum(finish != FinishReason.RUNNING for finish in output.finishes)
         failed += sum(finish == FinishReason.ERROR for finish in output.finishes)
     seconds = time.perf_counter() - began
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # a surplus step may still run, and marks are read when the device is past them
     full = [(a, b) for a, b in pairwise(watch.steps) if a.rows == b.rows == case.batch]
     if not full:
         raise RuntimeError(f"no two steps with all {case.batch} sequences, {failed} of which failed")
@@ -195,7 +207,11 @@ def ours(model: Decoder, case: Case, answer: int, rate: float, device: torch.dev
 
 
 def theirs(case: Case, answer: int, dtype: torch.dtype, device: torch.device) -> float:
-    """Tokens drawn a second by transformers' continuous batching, behind a run that is not timed."""
+    """Tokens drawn a second by transformers' continuous batching, from its first prompt's begin to its last answer.
+
+    What comes before, its pool and its graphs, is not counted, nor is the end of its thread. RuntimeError where it does
+    not answer every prompt.
+    """
     import transformers
 
     module = random_transformer(case.model, dtype, device)
@@ -203,10 +219,12 @@ def theirs(case: Case, answer: int, dtype: torch.dtype, device: torch.device) ->
     kind: Any = transformers.GenerationConfig
     generation = kind(max_new_tokens=answer, do_sample=False, eos_token_id=-1, pad_token_id=0)
     module.generate_batch(inputs[:2], generation_config=generation)
-    began = time.perf_counter()
-    found = module.generate_batch(inputs, generation_config=generation)
-    seconds = time.perf_counter() - began
-    return sum(len(output.generated_tokens) for output in found.values()) / seconds
+    found = module.generate_batch(inputs, generation_config=generation).values()
+    drawn = [len(output.generated_tokens) for output in found if output.error is None]
+    if drawn != [answer] * case.batch:  # it logs what goes wrong, and returns what there is
+        raise RuntimeError(f"{drawn.count(answer)} of {case.batch} prompts answered")
+    began, ended = zip(*(output.lifespan for output in found), strict=True)
+    return float(sum(drawn) / (max(ended) - min(began)))
 
 
 def verdicts(cells: Sequence[Cell]) -> Iterator[str]:
@@ -227,37 +245,54 @@ def _verdict(reached: bool, words: str) -> str:
     return f"{'reached' if reached else 'MISSED '} {words}"
 
 
-def _lines(args: argparse.Namespace, device: torch.device) -> Iterator[str]:
-    """Of the table, the largest cases last."""
-    end = time.monotonic() + 60 * args.minutes
+def _measure(args: argparse.Namespace, device: torch.device, end: float) -> int:
+    """Print the table, the largest cases last, until the clock says `end`; how many of our cases raised."""
     rate = bandwidth(device, 1 << 30 if device.type == "cuda" else 1 << 20)
-    yield f"a copy moves {rate / 1e9:.0f} GB/s"
-    yield HEAD
+    _say(f"a copy moves {rate / 1e9:.0f} GB/s")
+    _say(HEAD)
     attention, dtype = TritonAttention(device), DTYPES[args.dtype]
-    cells = []
+    cells, raised = list[Cell](), 0
     sizes = [(batch, context) for batch in args.batch for context in args.context]
     for name in args.model:
-        model = random_decoder(name, dtype, attention, device, max(args.context) + 1)
+        if time.monotonic() > end:
+            break
+        try:
+            model = random_decoder(name, dtype, attention, device, max(args.context) + 1)
+        except torch.OutOfMemoryError:
+            _say(f"{name:13} does not fit")
+            continue
         for case in [Case(name, kv, *size) for size in sizes for kv in args.kv]:
             if time.monotonic() > end:
-                yield "out of time"
                 break
             try:
                 cells.append(ours(model, case, args.answer, rate, device))
-                yield cells[-1].line()
+                _say(cells[-1].line())
             except torch.OutOfMemoryError:
-                yield f"{case.line()}  does not fit"
+                _say(f"{case.line()}  does not fit")
+            except Exception as error:  # the minutes that are left are for the others
+                raised += 1
+                _say(f"{case.line()}  {one_line(error)}")
+                traceback.print_exc()
             _give_back(device)
         del model
         _give_back(device)
-        for size in sizes if args.transformers and time.monotonic() < end else ():
-            case = Case(name, "transformers", *size)
+        for case in [Case(name, "transformers", *size) for size in sizes if args.transformers]:
+            if time.monotonic() > end:
+                break
             try:
-                yield f"{case.line()}{theirs(case, args.answer, dtype, device):68.1f}"
+                _say(f"{case.line()}{theirs(case, args.answer, dtype, device):68.1f}")
             except Exception as error:  # none of ours
-                yield f"{case.line()}  {type(error).__name__}: {error}".splitlines()[0]
+                _say(f"{case.line()}  {one_line(error)}")
             _give_back(device)
-    yield from verdicts(cells)
+    if time.monotonic() > end:
+        _say("out of time")
+    for line in verdicts(cells):
+        _say(line)
+    return raised
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
 
 
 def _give_back(device: torch.device) -> None:
@@ -267,7 +302,8 @@ def _give_back(device: torch.device) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """0; 1 where a kernel is wrong."""
+    """0; 1 where a kernel is wrong, or a case of ours raised."""
+    begun = time.monotonic()
     parser = argparse.ArgumentParser(prog="python -m loadtest.device", description=__doc__.split("\n")[0])
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cpu: with TRITON_INTERPRET=1 only")
     parser.add_argument("--model", nargs="+", default=["qwen3-0.6b", "llama-3.1-8b"], choices=list(CONFIGS))
@@ -276,26 +312,40 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 32, 256])
     parser.add_argument("--context", nargs="+", type=int, default=[512, 1024], help="tokens of prompt and answer")
     parser.add_argument("--answer", type=int, default=32, help="tokens that each sequence draws")
-    parser.add_argument("--minutes", type=float, default=8, help="no line is begun after so many")
-    parser.add_argument("--no-checks", dest="checks", action="store_false")
+    parser.add_argument("--minutes", type=float, default=8, help="from the start, after which no case is begun")
+    parser.add_argument("--no-checks", dest="checks", action="store_false", help="measure, even what is wrong")
     parser.add_argument("--no-transformers", dest="transformers", action="store_false")
     args = parser.parse_args(argv)
-    if not 1 < args.answer < min(args.context):
-        parser.error(f"--answer {args.answer}: must be at least 2 and less than every --context")
-    device = torch.device(args.device)
+    try:
+        _check(args)
+        device = choose_device(args.device)
+    except ModelError as error:
+        parser.error(str(error))
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreted"
+    _say(f"{name}, torch {torch.__version__}, triton {triton.__version__}")
+    torch.manual_seed(0)
     wrong = 0
     with torch.inference_mode():
-        for check in (
-            checks(TritonAttention(device), DTYPES[args.dtype], device, args.device == "cpu") if args.checks else ()
-        ):
+        for check in checks(TritonAttention(device), DTYPES[args.dtype], device, INTERPRETED) if args.checks else ():
             wrong += not check.passed
-            print(f"{'ok   ' if check.passed else 'WRONG'} {check.error:9.2e} of {check.allowed:.0e}  {check.name}")
+            _say(f"{'ok   ' if check.passed else 'WRONG'} {check.error:9.2e} of {check.allowed:.0e}  {check.name}")
     if wrong:
         print(f"{wrong} checks failed", file=sys.stderr)
         return 1
-    for line in _lines(args, device):
-        print(line, flush=True)
-    return 0
+    return int(_measure(args, device, begun + 60 * args.minutes) > 0)
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raises ModelError, one line, for what cannot be run."""
+    if (args.device == "cpu") != INTERPRETED:
+        raise ModelError(f"--device {args.device}: TRITON_INTERPRET=1 must be set for cpu, and not for cuda")
+    if args.device == "cpu" and args.dtype != "float32":
+        raise ModelError(f"--dtype {args.dtype}: must be float32 for cpu")
+    if not 1 < args.answer < min(args.context):
+        raise ModelError(f"--answer {args.answer}: must be at least 2 and less than every --context")
+    for batch in args.batch:
+        if not 1 <= batch <= STEP_TOKENS:
+            raise ModelError(f"--batch {batch}: must be between 1 and {STEP_TOKENS}")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import argparse
 import json
 import math
 from collections.abc import Callable
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from kvpool.budget import parse_bytes
 from loadtest.report import METRICS
@@ -17,15 +17,24 @@ DATASETS = ("random", "sharegpt", "shared-prefix", "prefix_repetition")
 
 
 class Flags(argparse.ArgumentParser):
-    """Says what is wrong in one line, and in its help the defaults that there are."""
+    """Says what is wrong in one line. A part of a flag's name is no flag."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} (--help lists the flags)\n")
 
 
 class Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows the defaults that there are, as they would be written."""
+
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        return action.help if action.default in (None, []) else super()._get_help_string(action)
+        if action.default in (None, [], False, ""):
+            return action.help
+        if isinstance(action.default, list):
+            return f"{action.help} (default: {' '.join(map(str, action.default))})"
+        return super()._get_help_string(action)
 
 
 def make_parser() -> argparse.ArgumentParser:

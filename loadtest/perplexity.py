@@ -35,7 +35,7 @@ def make_parser() -> argparse.ArgumentParser:
         "octavo bench perplexity",
         description="Perplexity of a text under every combination of the number types, and each one's distance from "
         "the first combination. All are in memory at once.",
-        epilog="ratio: of the perplexity to the first; ±: half its 95 %% interval; KL in nats; seconds: in the model.",
+        epilog="ratio: of the perplexity to the first; ±: half its 95 % interval; KL in nats; seconds: in the model.",
         formatter_class=Help,
     )
     add = parser.add_argument

@@ -123,8 +123,10 @@ class _Cursor:
         kind, length = self.u32(), self.u64()
         if kind == _STRING:
             self.strings += length
-            if self.strings > MAX_STRINGS or length * 8 > len(self.data) - self.at:
+            if self.strings > MAX_STRINGS:
                 raise ModelError(f"{key} claims {length} strings")
+            if length * 8 > len(self.data) - self.at:
+                raise ModelError(f"the file ends at byte {len(self.data)}, inside {key}: {length} strings do not fit")
             return self.strings_of(key, length)
         if kind not in _SCALARS:
             raise ModelError(f"{key} is an array of the unsupported type {kind}")

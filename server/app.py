@@ -88,13 +88,14 @@ async def _answer_error(http: Request, failure: Exception) -> Response:
         return error_response(internal_error(), path)
     where = f"{http.method} {http.scope['path'][:128]}"
     if failure.status_code == 405:
-        fits = [route for route in ROUTES if route.matches(http.scope)[0] != Match.NONE]
+        every = [*ROUTES, *(route for route in http.app.routes if isinstance(route, Route))]  # /openapi.json is its own
+        fits = [route for route in every if route.matches(http.scope)[0] != Match.NONE]
         methods = {name for route in fits for name in route.methods or ()}
         allowed = {"Allow": ", ".join(sorted(methods | {"OPTIONS"}))}
         if http.method == "OPTIONS":
             return Response(status_code=204, headers=allowed)
         return error_response(MethodNotAllowed(f"{where}: the route does not take this method.", headers=allowed), path)
-    return error_response(NotFound(f"{where}: there is no such route."), path)
+    return error_response(NotFound(f"{where}: there is no such route; /docs lists them."), path)
 
 
 async def _answer_nobody(http: Request, failure: Exception) -> Response:

@@ -16,7 +16,10 @@ EPILOG = f"""Each flag is also a variable ({ENV_PREFIX}MAX_MODEL_LEN for --max-m
 
 
 class Flags(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
+    """Says what is wrong in one line. A part of a flag's name is no flag: --prot would be --protect-metrics."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} (--help lists the flags)\n")

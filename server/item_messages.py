@@ -141,6 +141,5 @@ def listed(item: Item, id: str) -> dict[str, Any]:
         if item.role == "assistant":
             part["annotations"] = []
         values["content"] = [part]
-    if not isinstance(item, CustomCallItem | CustomOutputItem):
-        values.setdefault("status", "completed")
+    values.setdefault("status", "completed")
     return values

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -10,6 +10,8 @@ class Content:
     """More of the text that is meant for the user. Never empty."""
 
     text: str
+    start: int = field(default=0, compare=False)
+    """Where in the text that the model wrote, in code points; its logprobs are found by that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,7 @@ def joined(pieces: list[Piece]) -> list[Piece]:
     for piece in pieces:
         last = result[-1] if result else None
         if isinstance(piece, Content) and isinstance(last, Content):
-            result[-1] = Content(last.text + piece.text)
+            result[-1] = Content(last.text + piece.text, last.start)
         elif isinstance(piece, Reasoning) and isinstance(last, Reasoning):
             result[-1] = Reasoning(last.text + piece.text)
         elif isinstance(piece, CallArguments) and isinstance(last, CallArguments) and piece.index == last.index:

@@ -39,7 +39,7 @@ def print_plan(arguments: Sequence[str]) -> None:
     """Raises PlanError."""
     flags = plan_parser().parse_args(arguments)
     try:
-        budget = given_budget(parse_bytes(flags.kv_cache_memory))
+        budget = given_budget(_memory(flags.kv_cache_memory))
         source = resolve(flags.model, weights=False)
         plan = plan_capacity(read_config(source), budget, flags.block_size, flags.tokens)
         sys.stdout.write("\n".join([f"{source.name}: {plan.title}", "", *plan.table(), ""]))
@@ -47,5 +47,14 @@ def print_plan(arguments: Sequence[str]) -> None:
             flags.picture.write_text(plan.picture(source.name), encoding="utf-8")
     except OSError as error:
         raise PlanError(f"--picture {flags.picture}: {error.strerror}") from None
-    except (ValueError, ModelError, BudgetError) as error:
+    except ValueError as error:
+        raise PlanError(f"--tokens: {error}") from None
+    except (ModelError, BudgetError) as error:
         raise PlanError(str(error)) from None
+
+
+def _memory(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise PlanError(f"--kv-cache-memory: {error}") from None

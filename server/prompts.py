@@ -194,7 +194,7 @@ class PromptBuilder:
         if prompt_tokens + wanted > context:
             raise ContextTooLong(
                 f"{wrong}: the model's context is {context} tokens, but {prompt_tokens + wanted} were asked for "
-                f"({prompt_tokens} in the {param}, {wanted} to generate)",
+                f"({prompt_tokens} in the prompt, {wanted} to generate)",
                 param=wrong,
                 numbers={"prompt_tokens": prompt_tokens, "max_tokens": wanted, "max_model_len": context},
             )

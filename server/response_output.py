@@ -10,10 +10,12 @@ What is streamed and what is not are the same items: both are made here.
 from __future__ import annotations
 
 import secrets
+from collections import deque
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
-from server.logprobs import ChatToken
+from server.logprobs import ChatToken, TokenEntry, chat_logprobs
 from server.pieces import CallArguments, CallStart, Content, Piece, Reasoning
 
 Event = dict[str, Any]
@@ -34,37 +36,48 @@ class ResponseOutput:
         self._open: Item | None = None
         self._logprobs: list[ChatToken] = []
         """Of the open message."""
-        self._waiting: list[ChatToken] = []
-        """Of text that is held back."""
+        self._waiting: deque[TokenEntry] = deque()
+        """Tokens of which it is not known yet whether their text is that of a message."""
+        self._span = 0, 0
+        """Of the open message, so far, in the model's text."""
 
-    def feed(self, pieces: Iterable[Piece], logprobs: Iterable[ChatToken] = ()) -> list[Event]:
-        """What the pieces of one step bring. `logprobs`: of its tokens; those of reasoning and calls are left out."""
+    def feed(self, pieces: Iterable[Piece], entries: Iterable[TokenEntry] = ()) -> list[Event]:
+        """What the pieces of one step bring. `entries`: its tokens; those of reasoning and calls are left out."""
         events: list[Event] = []
-        self._waiting += logprobs
-        others = False
+        self._waiting += entries
         for piece in pieces:
             match piece:
-                case Content(text):
+                case Content(text, start):
                     if self._kind != "message":
                         events += self._begin(self._message())
-                    scores, self._waiting = self._waiting, []
+                        self._span = start, start
+                    scores = self._scores(start, start + len(text))
                     self._logprobs += scores
                     events.append(self._delta("output_text", text, content_index=0, logprobs=scores))
                 case Reasoning(text):
-                    others = True
                     if self._kind != "reasoning":
                         events += self._begin(_reasoning())
                     events.append(self._delta("reasoning_text", text, content_index=0))
                 case CallStart():
-                    others = True
                     events += self._begin(self._call(piece))
                 case CallArguments(_, text):
-                    others = True
                     custom = self._kind == "custom_tool_call"
                     events.append(self._delta("custom_tool_call_input" if custom else "function_call_arguments", text))
-        if others:
-            self._waiting.clear()
         return events
+
+    def _scores(self, start: int, end: int) -> list[ChatToken]:
+        """Of the tokens that the open message takes up with its text from `start` to `end`."""
+        first, last = self._span
+        self._span = first, end
+        found = []
+        while self._waiting and self._waiting[0].offset < end:
+            entry = self._waiting.popleft()
+            behind = entry.offset + (len(entry.text) or 1)
+            # A token comes with the last of its text, and so perhaps later than the rest of it.
+            if behind > start or (entry.offset < last and behind > first):
+                cut = max(0, first - entry.offset)  # of a token that begins before the message
+                found.append(replace(entry, text=entry.text[cut:]) if cut else entry)
+        return chat_logprobs(found)
 
     def finish(self, complete: bool) -> list[Event]:
         """The end; an answer without anything is an empty message."""

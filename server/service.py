@@ -151,7 +151,11 @@ class Service:
         """The name under which to answer; no name means the only model. Raises NotFound."""
         name = self.names[0] if name is None else name
         if name not in self.names:
-            raise NotFound(f"The model {name[:256]!a} does not exist.", param="model", code="model_not_found")
+            raise NotFound(
+                f"The model {name[:256]!a} does not exist; this server has {self.names[0]!a}.",
+                param="model",
+                code="model_not_found",
+            )
         if (record := RECORD.get()) is not None:
             record.model = name
         return name

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import (
+    AfterValidator,
     BeforeValidator,
     Field,
     FilePath,
@@ -53,6 +54,12 @@ def _bytes(value: object) -> object:
     from kvpool.budget import parse_bytes
 
     return parse_bytes(value) if isinstance(value, str) else value
+
+
+def _url(value: str) -> str:
+    if not value.startswith(("http://", "https://")):
+        raise ValueError("must begin with http:// or https://")
+    return value
 
 
 def _number(value: object) -> object:
@@ -247,7 +254,7 @@ class Settings(BaseSettings):
     log_requests: bool = flag(
         False, "Server", "log the first 4 KiB of every request body, prompts included; by default no prompt is logged"
     )
-    otlp_traces_endpoint: Annotated[str, StringConstraints(pattern=r"^https?://")] | None = flag(
+    otlp_traces_endpoint: Annotated[str, AfterValidator(_url)] | None = flag(
         None, "Server", "URL that OpenTelemetry spans are sent to, e.g. http://127.0.0.1:4318/v1/traces", "URL"
     )
 

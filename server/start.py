@@ -6,7 +6,9 @@ Nothing here may bring in FastAPI and the routes: that takes longer than all thi
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
+import os
 import socket
 
 from model.errors import ModelError
@@ -28,9 +30,15 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         return socket.create_server(address[:2], family=family, backlog=2048)
-    except (OSError, UnicodeError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise StartError(f"cannot listen on {host} port {port}: {reason}") from None
+    except socket.gaierror as error:
+        raise StartError(f"--host {host}: {error.strerror}") from None
+    except UnicodeError as error:
+        raise StartError(f"--host {host}: {error}") from None
+    except OSError as error:
+        # Not its own words, which name the address a second time.
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        hint = "; --port takes another one, 0 any that is free" if error.errno == errno.EADDRINUSE else ""
+        raise StartError(f"cannot listen on {host} port {port}: {reason}{hint}") from None
 
 
 def report(progress: Progress) -> None:

@@ -18,7 +18,7 @@ from server.errors import NotFound
 MAX_RESPONSES = 4096
 MAX_BYTES = 64 * 2**20
 MAX_SECONDS = 24 * 3600.0
-RECORD_BYTES, ID_BYTES = 1024, 256
+RECORD_BYTES, ID_BYTES = 1024, 512
 """What a record takes beside its texts, and the id of an item."""
 
 
@@ -60,8 +60,9 @@ class ResponseStore:
         self.bytes = 0
         self._records: OrderedDict[str, tuple[float, Record]] = OrderedDict()
         """By id, the longest unused first; with the time at which it ends."""
-        self._holders: dict[str, str] = {}
-        """By the id of an item, the response that holds it."""
+        self._holders: dict[tuple[bytes, str], dict[str, None]] = {}
+        """By owner and id of an item, the responses that hold it, the newest last: a response holds those that it goes
+        on from too, and clients may name their own."""
         self._max_bytes = max_bytes
         self._max_responses = max_responses
         self._max_seconds = max_seconds
@@ -77,7 +78,8 @@ class ResponseStore:
         now = self._clock()
         self._records[record.id] = now + self._max_seconds, record
         self.bytes += record.size
-        self._holders.update(dict.fromkeys(record.item_ids, record.id))
+        for item in record.item_ids:
+            self._holders.setdefault((record.owner, item), {})[record.id] = None
         while self._records:
             end, oldest = next(iter(self._records.values()))
             if self.bytes <= self._max_bytes and len(self) <= self._max_responses and end > now:
@@ -105,14 +107,16 @@ class ResponseStore:
 
     def item(self, id: str, owner: bytes, param: str) -> dict[str, Any]:
         """An item of a stored response. Raises NotFound."""
-        holder = self._holders.get(id)
-        if holder is None:
+        holders = self._holders.get((owner, id))
+        if not holders:
             raise NotFound(f"{param}: there is no stored item {id[:128]!a}", param=param, code="item_not_found")
-        return next(item for item in self.get(holder, owner, param).items if item.get("id") == id)
+        return next(item for item in self.get(next(reversed(holders)), owner, param).items if item.get("id") == id)
 
     def _remove(self, record: Record) -> None:
         del self._records[record.id]
         self.bytes -= record.size
-        for id in record.item_ids:
-            if self._holders.get(id) == record.id:
-                del self._holders[id]
+        for item in set(record.item_ids):
+            holders = self._holders[record.owner, item]
+            del holders[record.id]
+            if not holders:
+                del self._holders[record.owner, item]

@@ -19,7 +19,7 @@ from server.record import Record
 from server.start import StartError
 from server.version import VERSION
 
-MISSING = "--otlp-traces-endpoint: OpenTelemetry's SDK is not installed; install it with: pip install 'octavo[otel]'"
+MISSING = "--otlp-traces-endpoint: OpenTelemetry's SDK is not installed; install it with: pip install -e '.[otel]'"
 OPERATIONS = {
     "chat": "chat",
     "responses": "chat",

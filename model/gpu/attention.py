@@ -211,7 +211,8 @@ def attention(
     (_, heads, dim), kv_heads = query.shape, storage.k[layer].shape[1]
     group, rows = heads // kv_heads, work.rows
     wide = storage.k[layer].dtype.itemsize == 4
-    padded = storage.fit is not None and power(16, dim // 2) != dim // 2  # codes of such take more registers
+    # Of codes, ptxas spills a few registers here rather than give a program one more step of them (head sizes 64, 96).
+    narrow = storage.fit is not None and dim % 128 != 0
     parts = query.new_empty((work.parts, kv_heads, rows, dim), dtype=torch.float32)
     weights = query.new_empty((work.parts, kv_heads, rows), dtype=torch.float32)
     shape = {"KV_HEADS": kv_heads, "GROUP": group, "DIM": dim, "ROWS": rows}
@@ -245,13 +246,13 @@ def attention(
                 "VALUE_BITS": bits(storage.values),
                 "WINDOWED": window is not None,
                 "CAPPED": softcap is not None,
-                "TILE": 64 if dim <= 128 and not wide else 32,
+                "TILE": 64 if dim <= 128 and not wide and not narrow else 32,
                 "COLUMNS": COLUMNS,
                 "DOT": dot_type(query.dtype, storage.k[layer].dtype),
                 "ASM": not INTERPRETED,
             },
             warps=4 if dim <= 128 or (rows == 16 and not wide) else 8,
-            stages=3 if rows == 16 and not padded else 2,
+            stages=3 if rows == 16 and not narrow else 2,
         )
     ]
     if work.parts:

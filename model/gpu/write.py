@@ -146,6 +146,8 @@ def writing(
     (tokens, _, dim), heads, kv_heads = qkv.shape, query.shape[1], storage.k[layer].shape[1]
     cos, sin = cos_sin or (qkv, qkv)
     dot = dot_type(query.dtype, storage.k[layer].dtype)
+    half = power(16, dim // 2)
+    padded = storage.fit is not None and half != dim // 2  # of such codes, four warps spill a few registers
     return Launch(
         write,
         (triton.cdiv(tokens, ROWS), heads + 2 * kv_heads),
@@ -167,7 +169,7 @@ def writing(
             "HEADS": heads,
             "KV_HEADS": kv_heads,
             "DIM": dim,
-            "HALF": power(16, dim // 2),
+            "HALF": half,
             "ROTARY": 0 if cos_sin is None else cos.shape[-1],
             "BLOCK": storage.block_size,
             "KEY_BITS": bits(storage.keys),
@@ -176,5 +178,5 @@ def writing(
             "DOT": dot,
             "ROWS": ROWS,
         },
-        warps=4 if dim <= 128 else 8,
+        warps=4 if dim <= 128 and not padded else 8,
     )

@@ -35,6 +35,7 @@ ISAS: dict[str, tuple[str, ...]] = {
 }
 """Instruction sets, best first, and what the compiler is told. A flag has the processor's own name for it. emulated is
 for tests: the layouts and widths of avx512bf16, without its instructions; to optimise it would take minutes."""
+COMPILERS = ("g++", "c++", "clang++")
 FLAGS = ("-std=gnu++17", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-Wno-psabi", "-Wno-maybe-uninitialized")
 """gnu, not c++: products and sums may then become one instruction, as the kernels mean them to."""
 
@@ -65,10 +66,16 @@ def directory() -> Path:
 
 def compiler() -> str:
     """The C++ compiler: CXX, else g++, c++ or clang++. Raises BuildError where there is none."""
-    for name in (os.environ.get("CXX"), "g++", "c++", "clang++"):
+    for name in (os.environ.get("CXX"), *COMPILERS):
         if name and shutil.which(name):
             return name
     raise BuildError("no C++ compiler: install g++, or name one in CXX")
+
+
+def _instead(name: str) -> str:
+    """Words for a CXX that was passed over."""
+    named = os.environ.get("CXX")
+    return f" (CXX is {named!r}, which is no program)" if named and named != name else ""
 
 
 def library(isa: str, progress: Callable[[str], None] = lambda detail: None) -> Path:
@@ -86,7 +93,7 @@ def library(isa: str, progress: Callable[[str], None] = lambda detail: None) -> 
         with _locked(path.with_suffix(".lock")):
             if not path.exists():
                 start = time.monotonic()
-                progress(f"compiling for {isa} with {name}, once: under a minute on two cores")
+                progress(f"compiling for {isa} with {name}{_instead(name)}, once: under a minute on two cores")
                 _compile(name, isa, path)
                 progress(f"compiled in {time.monotonic() - start:.0f} s, kept in {path.parent}")
     except OSError as error:

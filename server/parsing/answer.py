@@ -43,7 +43,7 @@ class AnswerFormat:
 class AnswerParser:
     """One choice."""
 
-    __slots__ = ("_begun", "_calls", "_format", "_new_id", "_splitter", "_steps")
+    __slots__ = ("_begun", "_calls", "_format", "_length", "_new_id", "_splitter", "_steps")
 
     def __init__(self, format: AnswerFormat, new_id: Callable[[], str] = new_id) -> None:
         self._format = format
@@ -51,6 +51,8 @@ class AnswerParser:
         self._splitter = None if format.reasoning is None else ReasoningSplitter(format.reasoning, format.inside)
         self._begun = False
         """There was text behind the reasoning that is not white space."""
+        self._length = 0
+        """Of all text so far. What is not reasoning is always the end of it."""
         self._calls: Calls | None = None
         self._steps: Steps[None] | None = None
         if format.tools is not None and format.whole is None:
@@ -60,6 +62,7 @@ class AnswerParser:
 
     def feed(self, text: str) -> list[Piece]:
         """What more of the text brings. The pieces of all calls, joined, do not depend on where it was cut."""
+        self._length += len(text)
         if self._splitter is None:
             return joined(self._rest(text))
         _, thought, rest = self._splitter.push(text)
@@ -107,7 +110,9 @@ class AnswerParser:
             start = [] if begun else [CallStart(0, self._new_id(), self._format.whole)]
             return [*start, CallArguments(0, text)]
         if self._calls is None or self._steps is None:
-            return [Content(text)]
+            return [Content(text, self._length - len(text))]
+        if not begun:
+            self._calls.start = self._length - len(text)
         self._calls.reader.feed(text)
         next(self._steps)
         return self._taken(self._calls)

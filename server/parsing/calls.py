@@ -49,6 +49,7 @@ class Calls:
         "names",
         "out",
         "reader",
+        "start",
         "whole",
     )
 
@@ -62,6 +63,8 @@ class Calls:
         """`names`: what may be called; `customs`: those of them that take a text. `single`: only the first call counts,
         later ones are left out."""
         self.reader = Reader()
+        self.start = 0
+        """Where in the model's text the reader's begins."""
         self.out: list[Piece] = []
         self.names = names
         self.customs = customs
@@ -79,9 +82,11 @@ class Calls:
         self._blank: list[str] = []
         """White space that is content only if content follows."""
 
-    def content(self, text: str) -> None:
+    def content(self, text: str, behind: int = 0) -> None:
+        """Text that was read, up to `behind` characters before where the reader is, is content."""
         if text:
-            self.out.append(Content("".join(self._blank) + text))
+            text = "".join(self._blank) + text
+            self.out.append(Content(text, self.start + self.reader.position - behind - len(text)))
             self._blank.clear()
             self._beside = False
 
@@ -100,7 +105,7 @@ class Calls:
                 return False
             text = reader.chunk(inside)
             bare = text.rstrip()
-            self.content(bare)
+            self.content(bare, len(text) - len(bare))
             if len(bare) < len(text):
                 self._blank.append(text[len(bare) :])
             if not text:

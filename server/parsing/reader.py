@@ -25,12 +25,14 @@ class Fault(Exception):
 
 
 class Reader:
-    __slots__ = ("_chunk", "_ended", "_held", "_mark", "_pos")
+    __slots__ = ("_before", "_chunk", "_ended", "_held", "_mark", "_pos")
 
     def __init__(self) -> None:
         self._chunk = ""
         self._pos = 0
         self._ended = False
+        self._before = 0
+        """Length of the earlier chunks."""
         self._held: list[str] = []
         """What was read since the mark, in earlier chunks."""
         self._mark = 0
@@ -38,11 +40,17 @@ class Reader:
     def feed(self, text: str) -> None:
         """The next piece; everything before it has been read."""
         self._held.append(self._chunk[self._mark :])
+        self._before += len(self._chunk)
         self._chunk, self._pos, self._mark = text, 0, 0
 
     def end(self) -> None:
         self.feed("")
         self._ended = True
+
+    @property
+    def position(self) -> int:
+        """Characters read so far."""
+        return self._before + self._pos
 
     def mark(self) -> None:
         """What was read so far will not be asked for again."""

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from server.errors import InvalidRequest, Unsupported
+from server.errors import InvalidRequest, RequestError, Unsupported
 
 log = logging.getLogger("octavo.protocol")
 
@@ -74,7 +74,7 @@ class Body(BaseModel):
                 _unknown(name)
             elif present[name] not in cls.unsupported[name]:
                 accepted = _accepted(cls.unsupported[name])
-                raise Unsupported(f"{name}: this server does not support it{accepted}", param=name)
+                raise refused(name, f"this server does not support it{accepted}")
         return present
 
 
@@ -85,7 +85,7 @@ def _accepted(neutral: tuple[Any, ...]) -> str:
 def _unknown(name: str) -> None:
     if STRICT.get():
         shown = ascii(name[:64])[1:-1]
-        raise Unsupported(f"{shown}: no such field is known", param=shown, code="unknown_parameter")
+        raise refused(shown, "no such field is known", "unknown_parameter")
     if name not in _unknown_names and len(_unknown_names) < MAX_UNKNOWN_NAMES:
         _unknown_names.add(name)
         log.info("ignored an unknown request field: %s", ascii(name[:64]))
@@ -114,14 +114,23 @@ def fault(field: str, message: str) -> PydanticCustomError:
     return PydanticCustomError("fault", message, {"field": field})
 
 
-def invalid(error: ValidationError, *before: str | int) -> InvalidRequest:
+def refused(field: str, message: str, code: str = "unsupported_parameter") -> PydanticCustomError:
+    """The same where one of the fields, or entries, is known elsewhere and not honoured here."""
+    return PydanticCustomError("refused", "{message}", {"field": field, "message": message, "code": code})
+
+
+def invalid(error: ValidationError, *before: str | int) -> RequestError:
     """The first fault of a body, named by its dotted path. Input is never echoed: it may be large, or private.
 
     `before`: the path to what was validated, where it is not the body itself.
     """
     first = error.errors(include_url=False, include_input=False)[0]
-    place = [*before, *first["loc"], *([first["ctx"]["field"]] if first["type"] == "fault" else [])]
+    kind, about = first["type"], first.get("ctx", {})
+    place = [*before, *first["loc"], *([about["field"]] if kind in ("fault", "refused") else [])]
     path = ".".join(str(part)[:MAX_PATH_PART] for part in place if part != "[key]")
-    message = first["msg"].removeprefix("Value error, ")
+    # Pydantic's words for these are about Python.
+    message = "must be an object" if kind in ("model_type", "dict_type") else first["msg"].removeprefix("Value error, ")
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+    if kind == "refused":
+        return Unsupported(f"{path}: {message}{more}", param=path, code=about["code"])
     return InvalidRequest(f"{path or 'body'}: {message}{more}", param=path or None)

@@ -22,7 +22,7 @@ TEXT_PARTS = {"text": "text", "refusal": "refusal"}
 
 Content = Annotated[
     str,
-    PlainValidator(lambda value: joined(value, TEXT_PARTS, "messages")),
+    PlainValidator(lambda value: joined(value, TEXT_PARTS)),
     WithJsonSchema(
         {
             "anyOf": [

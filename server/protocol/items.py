@@ -30,9 +30,7 @@ class RefusalPart(Body):
 
 Parts = Annotated[
     str,
-    PlainValidator(
-        lambda value: joined(value, TEXT_TYPES, "input"), json_schema_input_type=str | list[TextPart | RefusalPart]
-    ),
+    PlainValidator(lambda value: joined(value, TEXT_TYPES), json_schema_input_type=str | list[TextPart | RefusalPart]),
 ]
 Name = Annotated[str, StringConstraints(min_length=1, max_length=MAX_NAME)]
 CallId = Annotated[str, StringConstraints(min_length=1, max_length=MAX_NAME)]
@@ -73,6 +71,7 @@ class CustomCallItem(Body):
     name: Name
     input: str
     id: str | None = None
+    status: Status | None = None
 
 
 class CustomOutputItem(Body):
@@ -80,6 +79,7 @@ class CustomOutputItem(Body):
     call_id: CallId
     output: Parts
     id: str | None = None
+    status: Status | None = None
 
 
 class SummaryPart(Body):

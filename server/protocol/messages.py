@@ -90,11 +90,11 @@ KINDS: dict[str, dict[str, type[Block]]] = {"user": USER, "assistant": ASSISTANT
 
 
 def parse_block(value: Any, kinds: dict[str, type[Block]], *place: str | int) -> Block:
-    """One block of these kinds. Raises ValueError, or a RequestError that names it."""
+    """One block of these kinds. Raises a RequestError that names it."""
     where = ".".join(map(str, place))
     kind = value.get("type") if isinstance(value, dict) else None
     if not isinstance(kind, str):
-        raise ValueError(f"{where} must be an object with a type")
+        raise InvalidRequest(f"{where}: must be an object with a type", param=where)
     if kind not in kinds:
         known = ", ".join(kinds)
         raise Unsupported(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from server.errors import Unsupported
+from server.protocol.base import fault, refused
 
 
-def joined(value: object, kinds: Mapping[str, str], param: str) -> str:
-    """A string, or text parts joined without a separator. Raises ValueError, or Unsupported for images and the like.
+def joined(value: object, kinds: Mapping[str, str]) -> str:
+    """A string, or text parts joined without a separator. Raises what names the part at fault: an image, for one.
 
-    `kinds`: types of parts that are text, and the field that holds it; `param`: what the content belongs to.
+    `kinds`: types of parts that are text, and the field that holds it.
     """
     if isinstance(value, str):
         return value
@@ -20,15 +20,12 @@ def joined(value: object, kinds: Mapping[str, str], param: str) -> str:
     for number, part in enumerate(value):
         kind = part.get("type") if isinstance(part, dict) else None
         if not isinstance(kind, str):
-            raise ValueError(f"part {number} must be an object with a type")
+            raise fault(str(number), "must be an object with a type")
         if kind not in kinds:
-            raise Unsupported(
-                f"{param}: the model takes text only, not a part of type {kind[:32]!a}",
-                param=param,
-                code="unsupported_value",
-            )
+            message = f"the model takes text only, not a part of type {kind[:32]!a}"
+            raise refused(str(number), message, "unsupported_value")
         text = part.get(kinds[kind])
         if not isinstance(text, str):
-            raise ValueError(f"part {number} must have a string in {kinds[kind]!r}")
+            raise fault(f"{number}.{kinds[kind]}", "must be a string")
         texts.append(text)
     return "".join(texts)

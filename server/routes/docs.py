@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from html import escape
 from typing import Any
 
@@ -48,8 +49,8 @@ def _operation(method: str, path: str, described: dict[str, Any]) -> str:
     rows += [(parameter["name"], _kind(parameter["schema"])) for parameter in described.get("parameters", ())]
     for status, answer in described["responses"].items():
         kinds = " or ".join(_kind(content["schema"]) for content in answer.get("content", {}).values())
-        rows.append((status, f"{escape(answer['description'])} {kinds}"))
-    text = escape(described.get("description", ""))
+        rows.append((status, f"{_prose(answer['description'])} {kinds}"))
+    text = _prose(described.get("description", ""))
     return (
         f"<details><summary><span class=method>{method}</span><code>{escape(path)}</code> {text}</summary>"
         f"{_table(rows)}</details>"
@@ -62,15 +63,19 @@ def _schema(name: str, schema: dict[str, Any]) -> str:
     for field, shape in schema.get("properties", {}).items():
         default = f", default <code>{escape(repr(shape['default']))}</code>" if shape.get("default") is not None else ""
         need = ", required" if field in required else ""
-        rows.append((field, f"{_kind(shape)}{need}{default} {escape(shape.get('description', ''))}"))
+        rows.append((field, f"{_kind(shape)}{need}{default} {_prose(shape.get('description', ''))}"))
     if not rows:
         rows.append(("", _kind(schema)))
-    about = escape(schema.get("description", ""))
+    about = _prose(schema.get("description", ""))
     return f"<details id={escape(name)}><summary><code>{escape(name)}</code> {about}</summary>{_table(rows)}</details>"
 
 
 def _table(rows: list[tuple[str, str]]) -> str:
     return "<table>" + "".join(f"<tr><td><code>{escape(a)}</code><td>{b}" for a, b in rows) + "</table>"
+
+
+def _prose(text: str) -> str:
+    return re.sub("`([^`]+)`", r"<code>\1</code>", escape(text))
 
 
 def _kind(schema: dict[str, Any]) -> str:

@@ -27,7 +27,7 @@ def _state(state: str, healthy: frozenset[str]) -> Response:
 @router.get("/ping", include_in_schema=False)
 @router.get("/health")
 async def health(http: Request) -> Response:
-    """Alive: 503 while the model is loaded, while the engine is hung, and where it is dead and no other is coming."""
+    """Alive: 503 until the model is loaded, while the engine is hung, and where it is dead and no other is coming."""
     return _state(service_of(http).state, frozenset({"ready", "draining", "restarting", "asleep"}))
 
 

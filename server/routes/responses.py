@@ -21,7 +21,6 @@ from server.conversation import Turn, begin, conversation, renamed, turns
 from server.errors import InvalidRequest, RequestError
 from server.generation import Generation
 from server.item_messages import CHAT_NAMES, chat_fields, listed
-from server.logprobs import chat_logprobs
 from server.parsing.answer import AnswerFormat
 from server.protocol.chat import ChatRequest
 from server.protocol.items import MAX_ITEMS, Item, ReferenceItem, parse_items
@@ -211,8 +210,7 @@ class ResponseAnswer:
         return self._framed([{"type": "error", **about}, {"type": "response.failed", "response": response}])
 
     def _take(self, turn: Turn) -> list[Event]:
-        entries = turn.event.logprobs or ()
-        events = self._output.feed(turn.pieces, chat_logprobs(entries, False) if entries else ())
+        events = self._output.feed(turn.pieces, turn.event.logprobs or ())
         if turn.finish_reason is not None:
             events += self._output.finish(turn.finish_reason != "length")
         return events

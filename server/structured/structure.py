@@ -16,7 +16,7 @@ from typing import Any, Literal
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 
-from server.structured.patterns import patterns, schemas
+from server.structured.patterns import inexact, patterns, schemas
 
 Kind = Literal["json", "json_object", "regex", "choice", "lark", "grammar", "structural_tag"]
 
@@ -64,7 +64,7 @@ def serialise(structure: Structure) -> str:
             if not isinstance(schema, dict):
                 raise GrammarError("a schema must be a JSON object")
             rule = json_rule(schema, structure.whitespace)
-            _check_patterns(json.loads(rule))
+            _check_schema(json.loads(rule))
             return LLMatcher.grammar_from_json_schema(rule)
         case "regex":
             if _breaks_off(source):
@@ -81,14 +81,16 @@ def serialise(structure: Structure) -> str:
 
 
 def _from_lark(source: str) -> str:
-    _check_patterns(list(schemas(source)))
+    _check_schema(list(schemas(source)))
     return LLMatcher.grammar_from_lark(source)
 
 
-def _check_patterns(schema: Any) -> None:
+def _check_schema(schema: Any) -> None:
     for regex in patterns(schema):
         if _breaks_off(regex):
             raise GrammarError(f"pattern {regex[-40:]!a}: a backslash at the end escapes nothing")
+    for number in inexact(schema):
+        raise GrammarError(f"the number {number} is beyond what is kept to exactly; a string has no limit")
 
 
 def _breaks_off(regex: str) -> bool:

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 pytest.importorskip("triton", reason="the kernels for a GPU need triton: make triton")
 
-from loadtest import device
-from loadtest.device import Case, Cell, verdicts
+import torch
+from transformers import GenerationConfig
+
+from loadtest import device, kernel_checks
+from loadtest.device import Case, Cell, theirs, verdicts
 from loadtest.kernel_checks import Check
+from model.attention.triton import TritonAttention
+from model.decoder import Decoder
+from model.gpu.launch import Launch
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -33,8 +41,77 @@ def test_a_wrong_kernel_ends_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     monkeypatch.setattr(device, "checks", lambda *_, **__: [Check("a", float("nan"), 1.0), Check("b", 0.0, 1.0)])
     assert device.main(SMALL) == 1
     captured = capsys.readouterr()
-    assert captured.out.startswith("WRONG")
+    assert [line.split()[0] for line in captured.out.splitlines()[1:]] == ["WRONG", "ok"]
     assert captured.err == "1 checks failed\n"
+
+
+def test_what_raises_costs_nobody_else_his_turn(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def ours(model: Decoder, case: Case, *_: object) -> Cell:
+        if case.batch == 1:
+            raise RuntimeError("no two steps\nof it")
+        return Cell(case, 1.0, 1.0, 0.1, 0.1, 1.0, 1.0, 0)
+
+    monkeypatch.setattr(device, "ours", ours)
+    assert device.main([*SMALL, "--no-checks"]) == 1
+    captured = capsys.readouterr()
+    first, second = captured.out.splitlines()[-2:]
+    assert first.endswith("  RuntimeError: no two steps")
+    assert second == Cell(Case("tiny", "tq4", 2, 8), 1.0, 1.0, 0.1, 0.1, 1.0, 1.0, 0).line()
+    assert "Traceback" in captured.err
+
+
+def test_a_kernel_that_raises_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gating(*_: object) -> Launch:
+        raise RuntimeError("out of resource\nshared memory")
+
+    monkeypatch.setattr(kernel_checks, "gating", gating)
+    monkeypatch.setattr(kernel_checks, "FORMATS", ())  # attention has its turn in the table's test
+    cpu = torch.device("cpu")
+    *others, last = kernel_checks.checks(TritonAttention(cpu), torch.float32, cpu, small=True)
+    assert [check.passed for check in others] == [True]
+    assert not last.passed
+    assert last.name == "width 96: RuntimeError: out of resource"
+
+
+class Answers:
+    """A model that begins a prompt each second, and takes two for it."""
+
+    def __init__(self, lost: int) -> None:
+        self.lost = lost
+
+    def generate_batch(self, inputs: list[list[int]], generation_config: GenerationConfig) -> dict[str, object]:
+        tokens = [7] * (generation_config.max_new_tokens or 0)
+        return {
+            str(number): SimpleNamespace(generated_tokens=tokens, error=None, lifespan=(5.0 + number, 7.0 + number))
+            for number in range(len(inputs) - self.lost)
+        }
+
+
+def test_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, cpu = Case("tiny", "transformers", 4, 8), torch.device("cpu")
+    monkeypatch.setattr(device, "random_transformer", lambda *_: Answers(0))
+    assert theirs(case, 3, torch.float32, cpu) == 4 * 3 / (3 + 2)
+    monkeypatch.setattr(device, "random_transformer", lambda *_: Answers(1))
+    with pytest.raises(RuntimeError, match="3 of 4 prompts answered"):
+        theirs(case, 3, torch.float32, cpu)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--device", "cuda"], "--device cuda: TRITON_INTERPRET=1 must be set for cpu, and not for cuda"),
+        (["--device", "cpu"], "--dtype bfloat16: must be float32 for cpu"),
+        ([*SMALL, "--answer", "1"], "--answer 1: must be at least 2 and less than every --context"),
+        ([*SMALL, "--answer", "8"], "--answer 8: must be at least 2 and less than every --context"),
+        ([*SMALL, "--batch", "32", "0"], "--batch 0: must be between 1 and 8192"),
+    ],
+)
+def test_what_cannot_be_run(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        device.main(argv)
+    assert capsys.readouterr().err.splitlines()[-1] == f"python -m loadtest.device: error: {words}"
 
 
 def test_verdicts() -> None:

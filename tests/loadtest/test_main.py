@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import socket
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from loadtest import interference
-from loadtest.__main__ import main
+from loadtest.__main__ import BENCHES, main
 from tests.loadtest.scripted import Reply, completion_events, event, serving, stream_of
 
 
@@ -281,6 +282,8 @@ def test_server_without_models(tmp_path: Path, capsys: pytest.CaptureFixture[str
         (["--dataset-path", "x.json"], "--dataset-name sharegpt"),
         (["--engine", "--request-rate", "3"], "closed loop"),
         (["--kv-cache-memory", "lots"], "'lots' is not a size"),
+        (["compre"], "no benchmark 'compre': name one of compare, export, "),
+        (["--num-prompt", "3"], "unrecognized arguments: --num-prompt 3"),
     ],
 )
 def test_bad_flags(flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -299,6 +302,17 @@ def test_help_shows_the_defaults_that_there_are(capsys: pytest.CaptureFixture[st
     assert "(default: 1000)" in text
     assert "(default: None)" not in text
     assert "(default: [])" not in text
+    assert "(default: ttft tpot itl e2el)" in text
+
+
+@pytest.mark.parametrize("name", BENCHES)
+def test_every_benchmark_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit:
+        main([name, "--help"])
+    assert exit.value.code == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"usage: octavo bench {name} ")
+    assert not re.search(r"%%|default: (\)|\[|False)", text)
 
 
 def test_a_chat_without_texts_names_the_missing_file_first(capsys: pytest.CaptureFixture[str]) -> None:

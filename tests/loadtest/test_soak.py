@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from loadtest.soak import make_parser
+from loadtest.soak import call_checkers, make_parser
 from loadtest.soak_clients import Clients, Read, Seen, read_stream, read_whole
 from loadtest.soak_traffic import MALFORMED, Ask, Traffic
 from tests.loadtest.scripted import Reply, event, serving
@@ -66,6 +66,13 @@ def asked(
 
     with serving(answer) as server:
         return asyncio.run(run(server.url))
+
+
+def test_a_grammar_is_asked_for_before_files_are_counted() -> None:
+    with serving(lambda path, body: Reply([(0.0, b"{}")])) as server:
+        asyncio.run(call_checkers(server.url))
+        (body,) = server.bodies
+    assert body["structured_outputs"] == {"regex": "a"}
 
 
 SHORT = Ask("short", "/v1/completions", {"prompt": "x"})

@@ -34,7 +34,13 @@ def test_errors_have_one_shape(server: Running) -> None:
 
 @pytest.mark.parametrize(
     ("path", "allowed"),
-    [("/v1/models", "GET, OPTIONS"), ("/v1/models/a/b", "GET, OPTIONS"), (CHAT, "OPTIONS, POST"), ("/health", None)],
+    [
+        ("/v1/models", "GET, OPTIONS"),
+        ("/v1/models/a/b", "GET, OPTIONS"),
+        (CHAT, "OPTIONS, POST"),
+        ("/health", None),
+        ("/openapi.json", None),
+    ],
 )
 def test_options(server: Running, path: str, allowed: str | None) -> None:
     reply = server.client.options(path)

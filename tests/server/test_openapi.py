@@ -195,5 +195,6 @@ def test_the_page_needs_nothing_from_elsewhere(server: Running, document: dict[s
     assert not re.search(r"<script|src=|https?://", reply.text)
     for path in document["paths"]:
         assert path in reply.text
+    assert "`" not in reply.text
     links = set(re.findall(r"href='#(\w+)'", reply.text))
     assert links <= set(re.findall(r"<details id=(\w+)>", reply.text))

@@ -21,9 +21,9 @@ def test_the_demo_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--kv-cache-memory", "lots"], "'lots' is not a size"),
+        (["--kv-cache-memory", "lots"], "--kv-cache-memory: 'lots' is not a size"),
         (["--kv-cache-memory", "1KiB"], "raise --kv-cache-memory"),
-        (["--tokens", "9000"], "9000 tokens: must be between 1 and the model's 8192"),
+        (["--tokens", "9000"], "--tokens: 9000 tokens: must be between 1 and the model's 8192"),
         (["/nowhere"], "no model '/nowhere'"),
         (["--picture", "/nowhere/plan.svg"], "--picture /nowhere/plan.svg: No such file"),
     ],

@@ -57,6 +57,7 @@ def test_kinds_of_files(tmp_path: Path, suffix: str) -> None:
             "--kv-host-memory: there is one tier",
         ),
         (["--kv-host-memory", "1GiB", "--no-enable-prefix-caching"], "it needs --enable-prefix-caching"),
+        (["--otlp-traces-endpoint", "x:4318"], "^--otlp-traces-endpoint: must begin with http:// or https://, not 'x"),
     ],
 )
 def test_a_bad_flag_is_one_line(arguments: list[str], words: str) -> None:

@@ -55,6 +55,22 @@ def test_other_owners_find_nothing() -> None:
     assert len(store) == 1
 
 
+def test_an_item_is_there_as_long_as_a_response_that_holds_it() -> None:
+    store = ResponseStore()
+    first, second = record(1), record(2)
+    later = replace(second, context=orjson.dumps(first.items), item_ids=("in_1", "msg_1", "msg_2"))
+    theirs = replace(record(3, 5, b"you"), response=first.response, id="resp_3", item_ids=("in_3", "msg_1"))
+    for each in (first, later, theirs):
+        store.put(each)
+    store.delete("resp_3", b"you")
+    assert store.item("msg_1", b"me", "input.0")["text"] == "x" * 10
+    store.delete("resp_2", b"me")
+    assert store.item("msg_1", b"me", "input.0")["text"] == "x" * 10
+    store.delete("resp_1", b"me")
+    with pytest.raises(NotFound):
+        store.item("msg_1", b"me", "input.0")
+
+
 def test_the_longest_unused_goes_first() -> None:
     store = ResponseStore(max_responses=3)
     for number in range(3):
@@ -107,4 +123,6 @@ def test_the_books_are_right(steps: list[tuple[int, int, str]]) -> None:
         held = [record for _, record in store._records.values()]
         assert store.bytes == sum(record.size for record in held) <= 8000
         assert len(held) <= 4
-        assert set(store._holders) <= {id for record in held for id in record.item_ids}
+        there = {id for record in held for id in record.item_ids}
+        holders = {id: {record.id for record in held if id in record.item_ids} for id in there}
+        assert {id: set(of) for (_, id), of in store._holders.items()} == holders

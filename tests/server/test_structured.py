@@ -95,6 +95,29 @@ def test_a_regex_that_breaks_off(kind: Kind, source: Any) -> None:
         serialise(structure(kind, source))
 
 
+@pytest.mark.parametrize(
+    ("schema", "kept"),
+    [
+        ({"const": 2**53 + 1}, False),
+        ({"items": {"enum": ["a", {"id": [-(2**60) - 1]}]}}, False),
+        ({"properties": {"const": {"enum": [1234567890123456789]}}}, False),
+        ({"type": "integer", "minimum": 1e30}, False),
+        ({"type": "integer", "exclusiveMaximum": -(2**63)}, False),
+        ({"enum": [2**53, -(2**60), 3 * 2**60, 0, True, 0.1, "9007199254740993"]}, True),
+        ({"type": "integer", "minimum": -(2**63), "maximum": 2**64 - 1}, True),
+        ({"type": "string", "default": 2**53 + 1}, True),
+    ],
+)
+def test_numbers_that_would_be_others(schema: Any, kept: bool) -> None:
+    """The library makes doubles of them, so that an id of 19 digits would be answered with another one."""
+    for asked in (structure("json", schema), structure("lark", IN_LARK + json.dumps(schema))):
+        if kept:
+            assert serialise(asked)
+        else:
+            with pytest.raises(GrammarError, match="beyond what is kept to exactly"):
+                serialise(asked)
+
+
 def test_white_space_that_breaks_off() -> None:
     for asked in (structure("json", {}), structure("structural_tag", TAG)):
         with pytest.raises(GrammarError, match="a backslash at the end"):

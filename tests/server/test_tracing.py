@@ -177,5 +177,5 @@ def test_a_receiver_that_is_down_costs_nothing(smol: Tokenizer) -> None:
 
 def test_without_the_extra_the_start_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
-    with pytest.raises(StartError, match=r"--otlp-traces-endpoint: .* pip install 'octavo\[otel\]'"):
+    with pytest.raises(StartError, match=r"--otlp-traces-endpoint: .* pip install -e '\.\[otel\]'"):
         Tracer("http://127.0.0.1:1/v1/traces")

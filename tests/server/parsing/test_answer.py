@@ -277,6 +277,25 @@ def test_cutting_changes_nothing(
     assert parsed(text, format, list(range(len(text)))) == whole
 
 
+@given(
+    st.sampled_from(sorted(FORMATS)),
+    st.lists(st.sampled_from(FRAGMENTS), max_size=14).map("".join),
+    st.lists(st.integers(0, 200), max_size=8),
+    st.booleans(),
+)
+def test_content_knows_its_place(name: str, text: str, cuts: list[int], inside: bool) -> None:
+    """What is content is found in the text where the piece says."""
+    parser = AnswerParser(tools(name, reasoning=THINK, inside=inside))
+    bounds = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
+    pieces = [piece for start, end in itertools.pairwise(bounds) for piece in parser.feed(text[start:end])]
+    reach = 0
+    for piece in [*pieces, *parser.finish()]:
+        if isinstance(piece, Content):
+            assert piece.start >= reach
+            reach = piece.start + len(piece.text)
+            assert text[piece.start : reach] == piece.text
+
+
 @given(st.sampled_from(sorted(FORMATS)), st.text())
 def test_text_without_markers_is_content(name: str, text: str) -> None:
     assert parsed(text, tools(name))[0] == ([Content(text)] if text else [])

@@ -209,6 +209,7 @@ BASE = {"model": MODEL, "max_tokens": 4, "messages": HI}
         ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages.0.content.0"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "x"}]}]}, "messages.0.content.0"),
+        ({"messages": [{"role": "user", "content": ["x"]}]}, "messages.0.content.0"),
         (
             {
                 "messages": [

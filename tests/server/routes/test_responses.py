@@ -9,6 +9,9 @@ from openai.types.responses import Response, ResponseStreamEvent
 from openai.types.responses.input_token_count_response import InputTokenCountResponse
 
 from model.tokenizer import Tokenizer
+from server.logprobs import TokenEntry
+from server.pieces import Content
+from server.response_output import ResponseOutput
 from tests.server.running import Running, running
 
 RESPONSES = "/v1/responses"
@@ -227,6 +230,28 @@ def test_logprobs(server: Running, smol: Tokenizer) -> None:
     assert "logprobs" not in respond(server)["output"][0]["content"][0]
 
 
+def test_logprobs_are_those_of_the_message(smol: Tokenizer) -> None:
+    """Tokens of reasoning, of calls and of their markers are no part of it, in however few events all comes."""
+    with running(smol, reasoning_parser="think") as server:
+        say(server, smol, f"<think>\nHm, Rome.\n</think>\n\nRome {CALL} it is.")
+        fields: dict[str, Any] = {"tools": [WEATHER], "include": ["message.output_text.logprobs"]}
+        for pause in (0.001, 0):
+            server.engine.interval = pause
+            for items in (respond(server, **fields)["output"], check_items(stream(server, **fields))):
+                parts = [item["content"][0] for item in items if item["type"] == "message"]
+                assert [part["text"] for part in parts] == ["Rome", " it is."]
+                for part in parts:
+                    assert "".join(entry["token"] for entry in part["logprobs"]) == part["text"]
+
+
+def test_a_token_across_the_beginning_of_a_message() -> None:
+    """Only what is the message's counts, as where a stop string cuts a token."""
+    output = ResponseOutput(scored=True)
+    entries = [TokenEntry(1, "k", b"k", -0.5, (), 6), TokenEntry(2, "> b", b"> b", -0.5, (), 7)]
+    (*_, delta) = output.feed([Content("b", 9)], entries)
+    assert [(entry.token, entry.bytes) for entry in delta["logprobs"]] == [("b", list(b"> b"))]
+
+
 def test_input_tokens(server: Running) -> None:
     fields: dict[str, Any] = {"input": "How many?", "instructions": "Count.", "tools": [WEATHER]}
     body = server.post(f"{RESPONSES}/input_tokens", fields).json()
@@ -258,7 +283,7 @@ def test_a_failure_within_a_stream(server: Running) -> None:
         ({"input": [5]}, "input"),
         ({"input": [{"role": "user"}]}, "input.0.content"),
         ({"input": [{"role": "wizard", "content": "x"}]}, "input.0.role"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input.0.content.0"),
         ({"input": [{"type": "web_search_call", "id": "x"}]}, "input.0"),
         ({"input": [{"type": "function_call", "call_id": "x", "name": "f"}]}, "input.0.arguments"),
         ({"input": [{"type": "item_reference", "id": "msg_none"}]}, "input.0"),
@@ -277,6 +302,7 @@ def test_a_failure_within_a_stream(server: Running) -> None:
         ({"input": "x", "text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema"),
         ({"input": "x", "text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"input": "x", "reasoning": {"effort": "huge"}}, "reasoning.effort"),
+        ({"input": "x", "reasoning": {"mode": "pro"}}, "reasoning.mode"),
         ({"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
         ({"input": "x", "max_output_tokens": 5000}, "max_output_tokens"),
         ({"input": "word " * 3000}, "input"),

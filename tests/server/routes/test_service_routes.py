@@ -25,6 +25,7 @@ def test_models(server: Running) -> None:
     assert server.client.get("/v1/models/").json() == body
     error = server.client.get("/v1/models/nope").json()["error"]
     assert (error["code"], error["param"]) == ("model_not_found", "model")
+    assert error["message"] == f"The model 'nope' does not exist; this server has {MODEL!r}."
 
 
 def test_the_sdk_finds_a_model_whose_id_has_a_slash(server: Running) -> None:

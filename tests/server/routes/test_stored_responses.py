@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from typing import Any
 
 import openai
+import pydantic
 import pytest
+from openai.types.responses import ResponseItem
 from openai.types.responses.response_item_list import ResponseItemList
 
 from model.tokenizer import Tokenizer
@@ -90,6 +93,29 @@ def test_keys_see_only_their_own(smol: Tokenizer) -> None:
         reference = {"input": [{"type": "item_reference", "id": mine["output"][0]["id"]}]}
         assert server.post(RESPONSES, reference, authorization="Bearer two").status_code == 404
         assert server.client.get(at, headers={"authorization": "Bearer one"}).status_code == 200
+
+
+def test_input_items_are_what_the_sdk_says(strict: Running, smol: Tokenizer) -> None:
+    """Of every kind, and sent back they are taken, by a server that refuses unknown fields too."""
+    say(strict, smol, "Yes.")
+    message = {"role": "user", "content": "hi"}
+    call = {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}
+    custom = {"type": "custom_tool_call", "call_id": "b", "name": "g", "input": "x"}
+    outputs = [{"type": f"{of['type']}_output", "call_id": of["call_id"], "output": "y"} for of in (call, custom)]
+    thought = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]}
+    given = [message, thought, call, custom, *outputs, {"role": "assistant", "content": "z"}, message]
+    first = respond(strict, given)
+    items = strict.client.get(f"{RESPONSES}/{first['id']}/input_items?order=asc").json()["data"]
+    for item in items:
+        pydantic.TypeAdapter(ResponseItem).validate_python(item, strict=True)
+    assert respond(strict, items)["usage"]["input_tokens"] == first["usage"]["input_tokens"]
+    assert respond(strict, "so?", previous_response_id=first["id"])["status"] == "completed"
+
+
+@pytest.fixture
+def strict(smol: Tokenizer) -> Iterator[Running]:
+    with running(smol, strict_fields=True) as server:
+        yield server
 
 
 def test_the_sdk(server: Running, smol: Tokenizer) -> None:

@@ -2,12 +2,13 @@
 
 The same requests and aborts come at the same steps. Whatever is waited for, dropped, preempted, forked or computed
 again on the way, every stream brings the same tokens and the same end; and what the oracle says, where it knows. With
-FUZZ=3 they are ten thousand.
+FUZZ=3 they are ten thousand: three runs, for one that is three times as long takes nine times as long.
 """
 
 from __future__ import annotations
 
 import itertools
+import logging
 import random
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ import pytest
 from kvpool.slots import MemorySlots
 from kvpool.tier import Tier
 from scheduler.limits import Limits
-from scheduler.messages import BeamSearch, FinishReason
+from scheduler.messages import BeamSearch, EngineStats, FinishReason
 from tests.fuzzing import FACTOR
 from tests.scheduler.conftest import World
 from tests.scheduler.searching import WORDS
@@ -65,7 +66,8 @@ MIXES = [
     Mix("drafts in windows", 50, drafts=8, windows=(None, 9)),
     Mix("tier", 12, tier=True),
 ]
-STEPS = 310 * FACTOR
+STEPS = 310
+log = logging.getLogger(__name__)
 
 
 def make(mix: Mix, depth: int, switch: int | None) -> World:
@@ -135,6 +137,19 @@ def tell(it: World, other: World) -> None:
 @pytest.mark.usefixtures("hopeful")
 @pytest.mark.parametrize("mix", MIXES, ids=lambda mix: mix.name)
 def test_streams_do_not_know_the_depth(rng: random.Random, mix: Mix) -> None:
+    runs = [both(rng, mix)]
+    for _ in range(FACTOR - 1):  # other ones every time
+        seed = random.SystemRandom().getrandbits(32)
+        log.warning("seed %d", seed)  # shown where it fails
+        runs.append(both(random.Random(seed), mix))
+    assert any(stats.preemptions > 0 for stats in runs) or mix.chunk < 64
+    assert any(stats.accepted_tokens > 0 for stats in runs) or not mix.drafts
+    assert any(stats.failed_raised > 0 and stats.failed_logits > 0 for stats in runs) or not mix.faults
+    assert any(stats.tier_restores > 0 for stats in runs) or not mix.tier
+
+
+def both(rng: random.Random, mix: Mix) -> EngineStats:
+    """Of the one that looks ahead, at its end."""
     switch = rng.choice([None, 24]) if mix.windows == (None,) else None
     alone, ahead = (make(mix, depth, switch) for depth in (0, 1))
     alone.engine.check = lambda: None  # type: ignore[method-assign]  # What others test takes half of the time.
@@ -161,8 +176,4 @@ def test_streams_do_not_know_the_depth(rng: random.Random, mix: Mix) -> None:
     if not (mix.faults or mix.grammars):
         ahead.verify()
     assert ahead.last is not None
-    stats = ahead.last.stats
-    assert stats.preemptions > 0 or mix.chunk < 64
-    assert stats.accepted_tokens > 0 or not mix.drafts
-    assert (stats.failed_raised > 0 and stats.failed_logits > 0) or not mix.faults
-    assert stats.tier_restores > 0 or not mix.tier
+    return ahead.last.stats
