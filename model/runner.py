@@ -254,8 +254,9 @@ def load_model(
 
 
 def warm_up(runner: Runner, count: int) -> None:
-    """One prompt of `count` tokens, a block at most, and one decode step, in block 1 and those behind it."""
-    first, *more = ([1 + group] for group in range(len(runner.storage.groups.windows)))
+    """One prompt of `count` tokens and one decode step, in block 1 and those behind it."""
+    columns, groups = -(-count // runner.storage.block_size), len(runner.storage.groups.windows)
+    first, *more = (list(range(begin, begin + columns)) for begin in range(1, 1 + groups * columns, columns))
     params = SamplingParams(max_tokens=1, seed=0)
     tokens = [0] * count
     runner.execute(Batch([Row(tokens, count, 0, count, first, params, more=more)])).result()
