@@ -213,6 +213,10 @@ def attention(
     wide = storage.k[layer].dtype.itemsize == 4
     # Of codes, ptxas spills a few registers here rather than give a program one more step of them (head sizes 64, 96).
     narrow = storage.fit is not None and dim % 128 != 0
+    dot = dot_type(query.dtype, storage.k[layer].dtype)
+    tile, stages = 64 if dim <= 128 and not wide and not narrow else 32, 3 if rows == 16 and not narrow else 2
+    if dot == tl.float32 and dim > 128 and rows > 16:
+        tile, stages = 16, 1  # more does not fit an A100's shared memory
     parts = query.new_empty((work.parts, kv_heads, rows, dim), dtype=torch.float32)
     weights = query.new_empty((work.parts, kv_heads, rows), dtype=torch.float32)
     shape = {"KV_HEADS": kv_heads, "GROUP": group, "DIM": dim, "ROWS": rows}
@@ -246,13 +250,13 @@ def attention(
                 "VALUE_BITS": bits(storage.values),
                 "WINDOWED": window is not None,
                 "CAPPED": softcap is not None,
-                "TILE": 64 if dim <= 128 and not wide and not narrow else 32,
+                "TILE": tile,
                 "COLUMNS": COLUMNS,
-                "DOT": dot_type(query.dtype, storage.k[layer].dtype),
+                "DOT": dot,
                 "ASM": not INTERPRETED,
             },
             warps=4 if dim <= 128 or (rows == 16 and not wide) else 8,
-            stages=3 if rows == 16 and not narrow else 2,
+            stages=stages,
         )
     ]
     if work.parts:
