@@ -202,16 +202,7 @@ class Engine:
             if count > 1:
                 sequence.chunked = True
                 self._chunked.append(sequence)
-            request = sequence.request
-            params = request.params
-            row = Row(sequence.tokens, sequence.prompt_len, start, count, sequence.table.blocks, params, sequence.index)
-            row.length += sequence.ahead
-            row.samples = end == row.length and params.max_tokens > 0
-            row.plain, row.matcher, row.pooled = request.plain, sequence.matcher, request.pooled
-            row.more = sequence.table.more
-            if sequence.ahead:
-                row.source = sequence.slot
-            rows.append(row)
+            rows.append(sequence.row(count))
             sequence.num_computed, sequence.flown = end, self._launched
         work = self._speculation.attach(step, rows)
         if self.tiering is not None:

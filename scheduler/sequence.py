@@ -19,6 +19,7 @@ from enum import IntEnum
 import msgspec
 
 from kvpool.table import BlockTable
+from model.batch import Row
 from model.grammar import Matcher
 from model.params import Logprob, SamplingParams
 from model.pooling import Vector, finished
@@ -249,6 +250,17 @@ class Sequence:
     @property
     def generated(self) -> int:
         return len(self.tokens) - self.prompt_len
+
+    def row(self, count: int) -> Row:
+        """Its next `count` tokens as a part of a step. The table covers them."""
+        request, start, table = self.request, self.num_computed, self.table
+        row = Row(self.tokens, self.prompt_len, start, count, table.blocks, request.params, self.index, more=table.more)
+        row.length += self.ahead
+        row.samples = start + count == row.length and request.params.max_tokens > 0
+        row.plain, row.matcher, row.pooled = request.plain, self.matcher, request.pooled
+        if self.ahead:
+            row.source = self.slot
+        return row
 
     @property
     def finish(self) -> FinishReason:
