@@ -13,8 +13,6 @@ CPU_SHARE = 4
 """A derived budget on a CPU takes one part in so many of what the weights leave; the rest is for everybody else."""
 CPU_CAP = 4 * GIB
 """And never more than this, unless told to."""
-MIN_BLOCKS = 2
-"""The null block and one that holds tokens."""
 
 _UNITS: dict[str, int] = {"": 1, "b": 1} | {
     f"{letter}{suffix}": int(base**power)
@@ -68,14 +66,16 @@ def given_budget(count: int, memory: Memory | None = None) -> Budget:
 
 
 def cpu_budget(
-    layout: KVLayout, memory: Memory, max_num_seqs: int, max_model_len: int, weight_bytes: int = 0
+    layout: KVLayout, memory: Memory, max_num_seqs: int, max_model_len: int, weight_bytes: int = 0, chunk: int = 1
 ) -> Budget:
     """Derive a budget on a CPU: a quarter of `memory` after the weights, capped, and no more than can be used.
 
-    `weight_bytes`: what is still to be loaded, 0 where `memory` was measured after loading.
+    `weight_bytes`: what is still to be loaded, 0 where `memory` was measured after loading. `chunk`: tokens that one
+    step computes at most.
     """
     room = max(0, memory.bytes - weight_bytes)
-    most = (1 + max_num_seqs * layout.blocks_for(max_model_len)) * layout.block_bytes
+    blocks = (max_num_seqs - 1) * layout.blocks_for(max_model_len) + layout.blocks_for(max_model_len, chunk)
+    most = (1 + blocks) * layout.block_bytes
     after = " after the weights" if weight_bytes else ""
     return min(
         Budget(most, f"all that {max_num_seqs} users of {max_model_len:,} tokens can use"),
@@ -110,8 +110,12 @@ class PoolPlan:
 
     @property
     def num_tokens(self) -> int:
-        """Token slots, without the null block."""
-        return (self.num_blocks - 1) * self.layout.block_size
+        """Tokens that fit where none lies behind a window, in all sequences together."""
+        return (self.num_blocks - 1) // len(self.layout.groups.windows) * self.layout.block_size
+
+    def longest(self, chunk: int) -> int:
+        """Tokens of the longest sequence that fits, `max_model_len` at most, if steps compute up to `chunk` of them."""
+        return self.layout.paging.longest(self.num_blocks - 1, chunk, self.max_model_len)
 
     @property
     def users(self) -> int:
@@ -120,29 +124,38 @@ class PoolPlan:
 
     def lines(self) -> list[str]:
         """The arithmetic, for people."""
-        layout, form = self.layout, self.layout.format
+        layout, form, groups = self.layout, self.layout.format, self.layout.groups
         values = f"{layout.num_layers} layers x {layout.kv_heads} KV heads x {layout.head_dim}"
         if form.key_bits == form.value_bits and not form.scale_bytes:
             per_token = f"2 x {values} x {form.key_bits // 8} bytes"
         else:
             per_token = f"{values} x ({form.key_bits} + {form.value_bits}) bits, {form.scale_bytes}-byte scales"
-        fit = f"{self.users:,}" if self.users else f"{self.num_tokens / self.max_model_len:.2f}"
-        return [
+        user = layout.blocks_for(self.max_model_len)
+        fit = f"{self.users:,}" if self.users else f"{(self.num_blocks - 1) / user:.2f}"
+        of = f" in {groups.size} layers" if len(groups.windows) > 1 else ""
+        lines = [
             f"{form.name}: {layout.bytes_per_token:,} bytes per token ({per_token})",
             f"budget: {format_bytes(self.budget.bytes)} ({self.budget.source})",
-            f"blocks: {self.num_blocks - 1:,} of {layout.block_size} tokens, {format_bytes(layout.block_bytes)} each, "
-            f"and one for padding; {format_bytes(self.bytes)} in all",
+            f"blocks: {self.num_blocks - 1:,} of {layout.block_size} tokens{of}, {format_bytes(layout.block_bytes)} "
+            f"each, and one for padding; {format_bytes(self.bytes)} in all",
             f"tokens: {self.num_tokens:,}",
             f"users of {self.max_model_len:,} tokens at once: {fit}",
         ]
+        for window in sorted({window for window in groups.windows if window is not None}):
+            count = layout.windows.count(window)
+            which, those = "every layer slides", ""
+            if count < layout.num_layers:
+                which, those = f"{count} of {layout.num_layers} layers slide", " in those"
+            lines.append(f"{which}: a sequence keeps the blocks of its last {window:,} tokens{those}")
+        return lines
 
 
 def plan_pool(layout: KVLayout, budget: Budget, max_model_len: int) -> PoolPlan:
-    """Bytes → blocks, rounded down, so that the pool never exceeds its budget. BudgetError below MIN_BLOCKS rows."""
-    num_blocks = budget.bytes // layout.block_bytes
-    if num_blocks < MIN_BLOCKS:
+    """Bytes → blocks, rounded down, so that the pool never exceeds its budget. BudgetError where not one token fits."""
+    num_blocks, least = budget.bytes // layout.block_bytes, 1 + layout.blocks_for(1)
+    if num_blocks < least:
         raise BudgetError(
-            f"the KV cache needs at least {MIN_BLOCKS * layout.block_bytes:,} bytes (padding and one row of blocks: "
+            f"the KV cache needs at least {least * layout.block_bytes:,} bytes (padding and one row of blocks: "
             f"{layout.block_size} tokens x {layout.bytes_per_token:,} bytes), but gets {budget.bytes:,} bytes "
             f"({budget.source}): raise --kv-cache-memory"
         )

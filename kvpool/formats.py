@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvpool.groups import LayerGroups, Paging, Windows
+
 BLOCK_SIZES = (16, 32, 64)
 """Token slots per block that `--block-size` allows: 16 is the least that Triton's dot takes."""
 
@@ -55,6 +57,16 @@ class KVLayout:
     head_dim: int
     format: KVFormat
     block_size: int = 16
+    windows: Windows = ()
+    """Of all layers, where those of one window share pages (`kvpool.groups`); empty: a block holds all layers."""
+
+    @property
+    def groups(self) -> LayerGroups:
+        return LayerGroups.by(self.windows or (None,) * self.num_layers)
+
+    @property
+    def paging(self) -> Paging:
+        return Paging(self.block_size, self.groups.windows)
 
     @property
     def bytes_per_token(self) -> int:
@@ -63,13 +75,13 @@ class KVLayout:
 
     @property
     def block_bytes(self) -> int:
-        """One row of blocks: block_size tokens in every layer."""
-        return self.block_size * self.bytes_per_token
+        """block_size tokens in every layer of a group."""
+        return self.block_size * self.groups.size * self.kv_heads * self.format.vector_bytes(self.head_dim)
 
     def tile_bytes(self, bits: int) -> int:
         """The keys (or values) of one block and head, with so many bits per value."""
         return self.block_size * (self.head_dim * bits // 8 + self.format.scale_bytes)
 
-    def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that one sequence of so many tokens takes."""
-        return -(-num_tokens // self.block_size)
+    def blocks_for(self, num_tokens: int, chunk: int = 1) -> int:
+        """Blocks that one sequence of so many tokens takes, whose steps compute up to `chunk` of them."""
+        return self.paging.pages(num_tokens, chunk)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from kvpool.blocks import NULL_BLOCK
+from kvpool.groups import Windows
 from kvpool.prefix import ROOT, Node, PrefixHit, PrefixMap
 from kvpool.tier import Tier, head_of, mark_of
 
@@ -19,18 +20,23 @@ Links = Iterable[tuple[bytes, bytes]]
 
 
 def find_prefix(
-    links: Callable[[], Links], salt: bytes, size: int, found: PrefixMap, tier: Tier | None, window: int | None
+    links: Callable[[], Links], salt: bytes, size: int, found: PrefixMap, tier: Tier | None, windows: Windows
 ) -> PrefixHit:
-    """The hit, its `free` aside. With a window a block that is missing ends nothing: a beginning is a hit where those
-    blocks are there that the token behind it sees."""
+    """The hit, its `free` aside. In a group with a window a block that is missing ends nothing: a beginning is a hit
+    where every group has the blocks that the token behind it sees. `tier`: only where there is one group."""
     nodes: list[Node] = []
     heads: list[bytes] = []
     """Of the same blocks, where they are in the tier and not looked for in the pool."""
     mark = mark_of(salt) if tier is not None else b""
-    begun, stored = 0, None
-    """Where the present run of blocks begins, and from which on it is in the tier."""
+    stored: int | None = None
+    """From which block on the present run of blocks is in the tier."""
+    begun = [0] * len(windows)
+    """By group: where the present run of blocks begins."""
     count = kept = 0
     """The longest hit: its blocks, and those of them that come before the tier's."""
+    slides = windows != (None,)
+    whole = windows.index(None) if None in windows else None
+    """A group that sees all: nothing goes on where it has a gap."""
     node: Node | None = None
     for number, (digest, payload) in enumerate(links()):
         child, head = None, b""
@@ -41,27 +47,36 @@ def find_prefix(
                 head = head_of(digest, ROOT if node is None else node.digest, payload, mark)
             if tier is not None and tier.holds(head):
                 stored = number if stored is None else stored
-            elif window is None:
+            elif whole is not None:
                 break
             else:
-                begun, stored = number + 1, None
-            child = Node(NULL_BLOCK, digest, node, payload, salt)
+                begun, stored = [number + 1] * len(windows), None
+            child = Node([NULL_BLOCK] * len(windows), digest, node, payload, salt)
+        elif slides:
+            begun = [begin if block else number + 1 for begin, block in zip(begun, child.blocks, strict=True)]
         nodes.append(child)
         heads.append(head)
         node = child
-        if window is None or begun <= unseen((number + 1) * size, size, window):
+        behind = (number + 1) * size
+        if not slides or all(b <= unseen(behind, size, window) for b, window in zip(begun, windows, strict=True)):
             count = number + 1
             kept = count if stored is None else stored
-    first = unseen(count * size, size, window)
-    kept = max(kept, first)
+        elif whole is not None and begun[whole]:
+            break
+    firsts = [unseen(count * size, size, window) for window in windows]
+    kept = max(kept, firsts[0])
     wanted = heads[kept:count]
     if tier is not None and wanted:
         worth = tier.worth(kept * size, len(wanted))
-        if worth < len(wanted) and window is not None:
-            return find_prefix(links, salt, size, found, None, window)
+        if worth < len(wanted) and slides:
+            return find_prefix(links, salt, size, found, None, windows)
         wanted = wanted[:worth]
-    blocks = (NULL_BLOCK,) * first + tuple([link.block for link in nodes[first:kept]])
-    return PrefixHit(blocks, (kept + len(wanted)) * size, 0, nodes[kept - 1] if kept else None, tuple(wanted))
+    blocks, *more = (
+        (NULL_BLOCK,) * first + tuple([link.blocks[group] for link in nodes[first:kept]])
+        for group, first in enumerate(firsts)
+    )
+    last = nodes[kept - 1] if kept else None
+    return PrefixHit(blocks, (kept + len(wanted)) * size, 0, last, tuple(wanted), tuple(more))
 
 
 def unseen(position: int, size: int, window: int | None) -> int:

@@ -6,6 +6,8 @@ a tile of codes     codes [block_size, code_bytes] | scales [block_size] float16
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -13,14 +15,18 @@ from kvpool.codes import Codec
 
 
 class Plane:
-    """`tiles` [layers, blocks, kv_heads, block_size, head_dim] of a float type, or of codes uint8
-    [layers, blocks, kv_heads, tile_bytes]; a layer is contiguous."""
+    """`tiles` [slots, blocks, kv_heads, block_size, head_dim] of a float type, or of codes uint8
+    [slots, blocks, kv_heads, tile_bytes]; a slot is contiguous. A layer's tiles lie in one slot, in the blocks of its
+    group (`kvpool.groups`)."""
 
     __slots__ = ("_codes", "_scales", "block_size", "codec", "head_dim", "layers", "tiles")
 
-    def __init__(self, tiles: Tensor, block_size: int, head_dim: int, codec: Codec | None) -> None:
+    def __init__(
+        self, tiles: Tensor, block_size: int, head_dim: int, codec: Codec | None, slots: Sequence[int]
+    ) -> None:
+        """slots: of each layer."""
         self.tiles = tiles
-        self.layers: list[Tensor] = list(tiles)
+        self.layers: list[Tensor] = [tiles[slot] for slot in slots]
         self.block_size = block_size
         self.head_dim = head_dim
         self.codec = codec
@@ -32,8 +38,8 @@ class Plane:
                 tiles[..., end:].view(torch.float16),
             )
         # Head and slot swapped, so that one index pair (block, offset) addresses all heads of a token.
-        self._codes = codes.transpose(2, 3)
-        self._scales = scales.transpose(2, 3)
+        self._codes = [codes[slot].transpose(1, 2) for slot in slots]
+        self._scales = [scales[slot].transpose(1, 2) for slot in slots]
 
     def write(self, layer: int, x: Tensor, blocks: Tensor, offsets: Tensor, sink: Tensor | None = None) -> None:
         """x [T, kv_heads, head_dim] at blocks and offsets int64 [T]; `sink` [kv_heads, head_dim] of keys as codes."""
@@ -56,9 +62,9 @@ class Plane:
         return self.codec.decode(codes, scales, None if sink is None else sink[tiles % len(sink)].unsqueeze(1))
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
-        """Blocks int64 [n] to others, in all layers."""
+        """Blocks int64 [n] to others, in all slots."""
         self.tiles[:, targets] = self.tiles[:, sources]  # forty times faster here than index_copy_ is
 
     def zero(self, blocks: Tensor) -> None:
-        """Blocks int64 [n], in all layers."""
+        """Blocks int64 [n], in all slots."""
         self.tiles.index_fill_(1, blocks, 0)

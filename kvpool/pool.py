@@ -5,6 +5,9 @@ A block is in exactly one of three states:
       active   referenced by at least one table
       cached   in the free list, still findable by its prefix; reused last
       free     in the free list, its content of no use; reused first
+
+Where layers are in groups (`kvpool.groups`) a block holds tokens of one group's layers. Every table then has as many
+blocks of each; what a method says of a table's blocks, tokens and prefix holds of all groups.
 """
 
 from __future__ import annotations
@@ -13,15 +16,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from kvpool import prefix
+from kvpool.audit import audit
 from kvpool.blocks import NULL_BLOCK, Blocks, PoolCorrupt
+from kvpool.groups import Paging, Windows
 from kvpool.lookup import find_prefix, unseen
-from kvpool.prefix import ROOT, TOKEN_BYTES, Node, PrefixHit, PrefixMap, pack, same_prefix
+from kvpool.prefix import ROOT, Node, PrefixHit, PrefixMap, pack
 from kvpool.table import BlockTable
 from kvpool.tier import Tier
 
 __all__ = ["BlockTable", "KVPool", "PoolCorrupt", "PoolUsage", "PrefixHit"]
 
-NO_LIMIT = 1 << 60
 Held = list[tuple[int, Node]]
 """Blocks, and the prefixes whose keys and values they hold."""
 
@@ -47,15 +51,19 @@ class KVPool:
         num_blocks: int,
         block_size: int = 16,
         prefix_caching: bool = True,
-        window: int | None = None,
+        windows: Windows = (None,),
         tier: Tier | None = None,
     ) -> None:
-        """`num_blocks` includes the null block 0. `window`: tokens that a token sees, itself included, where no layer
-        lets it see more. `tier`: where prefixes go on that the pool has no more. ValueError where a number is too
+        """`num_blocks` includes the null block 0. `windows`: tokens that a token sees, itself included, by group.
+        `tier`: where prefixes go on that the pool has no more; of one group only. ValueError where a number is too
         small."""
         if block_size < 1:
             raise ValueError(f"block_size must be at least 1, not {block_size}")
+        if tier is not None and len(windows) > 1:
+            raise ValueError("a tier keeps blocks of all layers: it needs a pool of one group")
         self.block_size = block_size
+        self.paging = Paging(block_size, windows)
+        self.kinds = self.paging.kinds
         self.num_usable = num_blocks - 1
         """Blocks that can hold tokens."""
         self.prefix_caching = prefix_caching
@@ -65,7 +73,9 @@ class KVPool:
         self._surplus = 0
         """Σ max(0, references - 1): how often shared blocks are counted too often when tables are summed."""
         self._copies: list[tuple[int, int]] = []
-        self.window = window
+        self.windows = windows
+        self.num_groups = len(windows)
+        self._sliding = [(group, window) for group, window in enumerate(windows) if window is not None]
         self.tier = tier
         self._evicted: Held = []
         self._unsaved: dict[int, Node] = {}
@@ -73,12 +83,6 @@ class KVPool:
         # The same lists under short names: extend() runs once per row and step.
         self._refs = self._blocks.refs
         self._nodes = self._map.of
-
-    @property
-    def most_held(self) -> int:
-        """Blocks that a decoding sequence has at most at a time, however long it is; without a window as many as it
-        grows to."""
-        return NO_LIMIT if self.window is None else -(-self.window // self.block_size) + 1
 
     # ---- prefixes ----
 
@@ -111,10 +115,11 @@ class KVPool:
         if not self.prefix_caching or not (self._map or (self.tier is not None and self.tier.used)):
             return PrefixHit()
         hit = find_prefix(
-            lambda: self._links(tokens, salt, hashes), salt, self.block_size, self._map, self.tier, self.window
+            lambda: self._links(tokens, salt, hashes), salt, self.block_size, self._map, self.tier, self.windows
         )
         refs = self._refs
-        return replace(hit, free=sum([block != NULL_BLOCK and refs[block] == 0 for block in hit.blocks]))
+        free = [block != NULL_BLOCK and refs[block] == 0 for blocks in hit.groups for block in blocks]
+        return replace(hit, free=sum(free))
 
     def _links(
         self, tokens: Sequence[int], salt: bytes, hashes: Sequence[bytes] | None
@@ -130,37 +135,42 @@ class KVPool:
     # ---- tables ----
 
     def new_table(self) -> BlockTable:
-        return BlockTable()
+        return BlockTable([[] for _ in self.windows])
 
     def adopt(self, hit: PrefixHit) -> BlockTable:
         """A new table that begins with the hit's blocks; what is stored is still to be read. ValueError
         where the hit is stale, and nothing changed."""
-        node = hit.last
-        freed = hit.blocks.count(NULL_BLOCK)
-        for block in reversed(hit.blocks):
-            if node is None or block not in (node.block, NULL_BLOCK):
+        if not hit.blocks:
+            return self.new_table()
+        chain = BlockTable(node=hit.last).chain()
+        for group, blocks in enumerate(hit.groups):
+            found = [link.blocks[group] for link in chain]
+            if [block and now for block, now in zip(blocks, found, strict=False)] != list(blocks):
                 raise ValueError("stale prefix hit: the pool changed between match() and adopt()")
-            node = node.parent
-        for block in hit.blocks[freed:]:
-            if self._refs[block]:
-                self._refs[block] += 1
-                self._surplus += 1
-            else:
-                self._blocks.revive(block)
-                self._cached -= 1
-        return BlockTable(list(hit.blocks), len(hit.blocks), hit.last, freed)
+        freed = [blocks.count(NULL_BLOCK) for blocks in hit.groups]
+        for blocks, first in zip(hit.groups, freed, strict=True):
+            for block in blocks[first:]:
+                if self._refs[block]:
+                    self._refs[block] += 1
+                    self._surplus += 1
+                else:
+                    self._blocks.revive(block)
+                    self._cached -= 1
+        return BlockTable(list(map(list, hit.groups)), len(hit.blocks), hit.last, freed)
 
     def fork(self, table: BlockTable) -> BlockTable:
         """A second table over the same blocks; the first write to a shared block copies it. O(blocks), takes none."""
-        for block in table.blocks[table.freed :]:
-            self._refs[block] += 1
-        self._surplus += len(table.blocks) - table.freed
+        for blocks, freed in zip(table.groups, table.freed, strict=True):
+            for block in blocks[freed:]:
+                self._refs[block] += 1
+            self._surplus += len(blocks) - freed
         return table.copy()
 
     def blocks_needed(self, table: BlockTable, num_tokens: int, start: int) -> int:
         """How many blocks extend() with the same arguments would take from the free list."""
         wanted = -(-num_tokens // self.block_size)
-        return max(0, wanted - len(table.blocks)) + len(self._shared(table, num_tokens, start))
+        missing = max(0, wanted - len(table.blocks))
+        return missing * self.num_groups + len(self._shared(table, num_tokens, start))
 
     def extend(self, table: BlockTable, num_tokens: int, start: int) -> bool:
         """Make room for `num_tokens` tokens, of which positions start … num_tokens - 1 are about to be written.
@@ -175,14 +185,15 @@ class KVPool:
         # The usual decode step: one position in a block that is ours alone and was never registered.
         if start < num_tokens <= (first + 1) * size and first < len(blocks) and first >= table.registered:
             block = blocks[first]
-            if self._refs[block] == 1 and self._nodes[block] is None:
+            if self._refs[block] == 1 and self._nodes[block] is None and (not table.more or self._owns(table, first)):
                 return True
         wanted = -(-num_tokens // size)
         shared = self._shared(table, num_tokens, start)
+        groups = table.groups
         missing = max(0, wanted - len(blocks))
-        if missing + len(shared) > self._blocks.free:
+        if missing * len(groups) + len(shared) > self._blocks.free:
             return False
-        for i in shared:
+        for blocks, i in shared:
             source, target = blocks[i], self._take()
             self._refs[source] -= 1
             self._surplus -= 1
@@ -190,11 +201,13 @@ class KVPool:
             if start > i * size:  # else the block is written from its first slot on: nothing in it is worth copying
                 self._copies.append((source, target))
         if start < num_tokens:
-            for i in range(first, min(wanted, len(blocks))):
-                self._map.drop(blocks[i])
+            for blocks in groups:
+                for i in range(first, min(wanted, len(blocks))):
+                    self._map.drop(blocks[i])
             table.rewind(first)
         for _ in range(missing):
-            blocks.append(self._take())
+            for blocks in groups:
+                blocks.append(self._take())
         return True
 
     def take_copies(self) -> list[tuple[int, int]]:
@@ -215,25 +228,23 @@ class KVPool:
             return
         if full > len(table.blocks) or num_computed > len(tokens):
             raise ValueError(f"commit of {num_computed} tokens: {len(tokens)} known, {len(table.blocks)} blocks")
-        size = self.block_size
+        size, first = self.block_size, table.registered
         node = table.node
         if node is not None and node.salt != salt:
             raise ValueError("commit under another salt than the table's prefix")
-        for i in range(table.registered, full):
+        columns = zip(*(blocks[first:full] for blocks in table.groups), strict=True)
+        for i, blocks in enumerate(columns, first):
             payload = pack(tokens[i * size : (i + 1) * size])
             digest = prefix.chain_digest(ROOT if node is None else node.digest, payload, salt)
-            node = self._map.find(digest, node, payload, salt) or self._map.insert(
-                table.blocks[i], digest, node, payload, salt
-            )
-            table.node = node
+            table.node = node = self._map.register(blocks, digest, node, payload, salt)
             table.registered = i + 1
-            if self.tier is not None and self.tier.persistent and node.block == table.blocks[i] != NULL_BLOCK:
-                self._unsaved[node.block] = node
+            if self.tier is not None and self.tier.persistent and node.blocks[0] == blocks[0] != NULL_BLOCK:
+                self._unsaved[blocks[0]] = node
 
     def freed_by(self, table: BlockTable) -> int:
         """How many blocks release() would return to the free list. O(blocks)."""
         refs = self._refs
-        return sum(refs[block] == 1 for block in table.blocks)
+        return sum(refs[block] == 1 for blocks in table.groups for block in blocks)
 
     def release(self, table: BlockTable) -> None:
         """Give the table's blocks up; the table is empty afterwards. Content stays findable until its block is reused.
@@ -241,23 +252,28 @@ class KVPool:
         In reverse, so that a tail is evicted before its head: a tail without its head cannot be hit. The last step
         that writes to these blocks must be finished, or enqueued before whatever writes to them next.
         """
-        for block in reversed(table.blocks[table.freed :]):
-            self._give_up(block)
+        blocks = [block for column in zip(*table.groups, strict=True) for block in column]
+        for block in reversed(blocks):
+            if block != NULL_BLOCK:
+                self._give_up(block)
         table.clear()
 
     def trim(self, table: BlockTable, num_tokens: int) -> None:
         """Give up the blocks behind the first `num_tokens` tokens; commit must not have seen them."""
         for _ in range(-(-num_tokens // self.block_size), len(table.blocks)):
-            self._give_up(table.blocks.pop())
+            for blocks in table.groups:
+                self._give_up(blocks.pop())
 
     def slide(self, table: BlockTable, num_computed: int) -> None:
         """Give up the blocks that neither the last computed token, which a fork computes again, nor a later one sees.
         Null blocks stand in their place."""
-        end = unseen(num_computed - 1, self.block_size, self.window)
-        for i in range(table.freed, end):
-            self._give_up(table.blocks[i])
-            table.blocks[i] = NULL_BLOCK
-        table.freed = max(table.freed, end)
+        for group, window in self._sliding:
+            end = unseen(num_computed - 1, self.block_size, window)
+            blocks = table.more[group - 1] if group else table.blocks
+            for i in range(table.freed[group], end):
+                self._give_up(blocks[i])
+                blocks[i] = NULL_BLOCK
+            table.freed[group] = max(table.freed[group], end)
 
     # ---- the tier ----
 
@@ -274,7 +290,7 @@ class KVPool:
         found: Held = []
         while self._unsaved and len(found) < most:
             block, node = self._unsaved.popitem()
-            if node.block == block:
+            if block in node.blocks:
                 found.append((block, node))
         return found
 
@@ -291,7 +307,8 @@ class KVPool:
         return PoolUsage(self.num_usable, listed - self._cached, self._cached, self.num_usable - listed)
 
     def tokens_held(self, rows: Iterable[tuple[BlockTable, int]]) -> int:
-        """Slots of active blocks that hold a computed token, shared blocks counted once.
+        """Slots of active blocks that hold a computed token, shared blocks counted once. A token has one in each group
+        that it is not behind the window of.
 
         `rows`: every live table with its number of computed tokens. O(rows), not O(blocks): the sum of the rows counts
         a shared block once per table; `_surplus` says how often that is too much if all shared blocks are full, and
@@ -301,12 +318,13 @@ class KVPool:
         refs = self._refs
         total = -self._surplus * size
         partial: dict[int, list[int]] = {}
+        several, slides = self.num_groups > 1, bool(self._sliding)
         for table, computed in rows:
-            total += computed - table.freed * size
-            for i in range(computed // size, len(table.blocks)):
-                block = table.blocks[i]
-                if refs[block] > 1:
-                    partial.setdefault(block, []).append(max(0, computed - i * size))
+            total += computed * self.num_groups - (sum(table.freed) * size if slides else 0)
+            for blocks in table.groups if several else (table.blocks,):
+                for i in range(computed // size, len(blocks)):
+                    if refs[blocks[i]] > 1:
+                        partial.setdefault(blocks[i], []).append(max(0, computed - i * size))
         for block, counts in partial.items():
             # Tables that are not listed here hold the block full.
             not_full = len(counts)
@@ -324,42 +342,16 @@ class KVPool:
     def check(self, tables: Iterable[BlockTable]) -> None:
         """Raise PoolCorrupt where an invariant is broken. `tables`: every live table. O(pool).
 
-        Σ references = Σ table lengths, block by block; no block is free and referenced; free + cached + active =
-        total; entries of the prefix map are full blocks under their right digest; a table's registered blocks hold
-        the tokens its prefix says.
+        What `kvpool.audit` says; and free + cached + active = total.
         """
-        self._blocks.check()
-        self._map.check(self.block_size)
-        held = [0] * self._blocks.total
-        for table in tables:
-            own = table.blocks[table.freed :]
-            if len(set(own)) != len(own) or any(table.blocks[: table.freed]):
-                raise PoolCorrupt(f"a table holds a block twice, or one behind the window: {table.blocks}")
-            for block in own:
-                if not NULL_BLOCK < block < self._blocks.total:
-                    raise PoolCorrupt(f"a table holds block {block} of {self._blocks.total}")
-                held[block] += 1
-            self._check_prefix(table)
-        for block, (refs, count) in enumerate(zip(self._refs, held, strict=True)):
-            if refs != count:
-                raise PoolCorrupt(f"block {block}: {refs} references, {count} live tables hold it")
-        cached = sum(node is not None and refs == 0 for node, refs in zip(self._nodes, self._refs, strict=True))
-        surplus = sum(refs - 1 for refs in held if refs)
-        if cached != self._cached or surplus != self._surplus:
-            raise PoolCorrupt(f"counted {self._cached} cached, {self._surplus} surplus; found {cached}, {surplus}")
+        found = audit(self._blocks, self._map, self.block_size, self.num_groups, tables)
+        if (found.cached, found.surplus) != (self._cached, self._surplus):
+            raise PoolCorrupt(
+                f"counted {self._cached} cached, {self._surplus} surplus; found {found.cached}, {found.surplus}"
+            )
         usage = self.usage()
-        active = len(held) - held.count(0)
-        if usage.active != active or usage.free + usage.cached + usage.active != usage.total:
-            raise PoolCorrupt(f"{usage} does not add up; {active} blocks are held")
-
-    def _check_prefix(self, table: BlockTable) -> None:
-        chain = table.chain()
-        if len(chain) != table.registered or table.registered > len(table.blocks):
-            raise PoolCorrupt(f"{table.registered} blocks registered, {len(chain)} in the chain, {len(table)} held")
-        for block, link in zip(table.blocks, chain, strict=False):
-            node = self._nodes[block]
-            if len(link.payload) != self.block_size * TOKEN_BYTES or (node and not same_prefix(node, link)):
-                raise PoolCorrupt(f"block {block} is registered for other tokens than its table's")
+        if usage.active != found.active or usage.free + usage.cached + usage.active != usage.total:
+            raise PoolCorrupt(f"{usage} does not add up; {found.active} blocks are held")
 
     def _give_up(self, block: int) -> None:
         left = self._refs[block] - 1
@@ -382,10 +374,16 @@ class KVPool:
             self._cached -= 1
         return block
 
-    def _shared(self, table: BlockTable, num_tokens: int, start: int) -> list[int]:
-        """Indices of the blocks in the written range that other tables hold too."""
+    def _owns(self, table: BlockTable, column: int) -> bool:
+        """Whether nobody else holds, or may find, the column's blocks behind the first group's."""
+        refs, nodes = self._refs, self._nodes
+        return all(refs[blocks[column]] == 1 and nodes[blocks[column]] is None for blocks in table.more)
+
+    def _shared(self, table: BlockTable, num_tokens: int, start: int) -> list[tuple[list[int], int]]:
+        """Lists and indices of the blocks in the written range that other tables hold too."""
         if start >= num_tokens:
             return []
-        refs, blocks = self._refs, table.blocks
-        end = min(-(-num_tokens // self.block_size), len(blocks))
-        return [i for i in range(start // self.block_size, end) if refs[blocks[i]] > 1]
+        refs = self._refs
+        end = min(-(-num_tokens // self.block_size), len(table.blocks))
+        columns = range(start // self.block_size, end)
+        return [(blocks, i) for blocks in table.groups for i in columns if refs[blocks[i]] > 1]

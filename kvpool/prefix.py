@@ -6,6 +6,8 @@ tokens, its salt and its parent, so no collision can hand out foreign content.
 
       digest 0 = H(root, tokens 0, salt)     digest 1 = H(digest 0, tokens 1, salt)     …
          Node(block 7, parent None) ◀─────────── Node(block 3, parent ↑) ◀───────────── …
+
+Where layers are in groups (`kvpool.groups`) a link has one block in each, and some of them may be gone.
 """
 
 from __future__ import annotations
@@ -36,12 +38,13 @@ def unpack(payload: bytes) -> list[int]:
 
 
 class Node:
-    """One full block of a prefix. Lives on after its eviction (block = 0) while a child or a table refers to it."""
+    """One full block of a prefix. Lives on after its eviction (blocks all 0) while a child or a table refers to it."""
 
-    __slots__ = ("block", "digest", "parent", "payload", "salt")
+    __slots__ = ("blocks", "digest", "parent", "payload", "salt")
 
-    def __init__(self, block: int, digest: bytes, parent: Node | None, payload: bytes, salt: bytes) -> None:
-        self.block = block
+    def __init__(self, blocks: list[int], digest: bytes, parent: Node | None, payload: bytes, salt: bytes) -> None:
+        self.blocks = blocks
+        """By group; null where none is findable."""
         self.digest = digest
         self.parent = parent
         self.payload = payload
@@ -53,7 +56,7 @@ class PrefixHit:
     """A cached prefix. Good until the pool changes: adopt it at once or match again."""
 
     blocks: tuple[int, ...] = ()
-    """Null ones first, where no later token sees them."""
+    """Of the first group. Null ones first, where no later token sees them."""
     tokens: int = 0
     """(len(blocks) + len(stored)) * block_size"""
     free: int = 0
@@ -62,6 +65,17 @@ class PrefixHit:
     """Prefix of `blocks`."""
     stored: tuple[bytes, ...] = ()
     """Heads of the blocks that follow, in the tier (`kvpool.tier`)."""
+    more: tuple[tuple[int, ...], ...] = ()
+    """`blocks` of the other groups."""
+
+    @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        return (self.blocks, *self.more)
+
+    @property
+    def shared(self) -> int:
+        """Columns of blocks that adopting takes nothing for, rounded down."""
+        return len(self.blocks) + -self.free // (1 + len(self.more))
 
 
 def same_prefix(one: Node | None, other: Node | None) -> bool:
@@ -74,7 +88,8 @@ def same_prefix(one: Node | None, other: Node | None) -> bool:
 
 
 class PrefixMap:
-    """Digest → Node of the block that holds it; at most one block per prefix, at most one prefix per block."""
+    """Digest → Node of the blocks that hold it; in a group at most one block per prefix, at most one prefix per
+    block."""
 
     __slots__ = ("_by_digest", "of")
 
@@ -96,42 +111,50 @@ class PrefixMap:
                 return None
             # The parent was evicted and computed again. Link to the one that is findable, so that the walk above is
             # done once and the evicted chain can be collected.
-            if parent is not None and parent.block != NULL_BLOCK:
+            if parent is not None and any(parent.blocks):
                 node.parent = parent
         return node
 
-    def insert(self, block: int, digest: bytes, parent: Node | None, payload: bytes, salt: bytes) -> Node:
-        """Make a full, computed block findable. Where another prefix has the digest (a collision), the node is made
-        but the block stays unfindable."""
-        if self.of[block] is not None:
-            raise PoolCorrupt(f"block {block} is already registered, for another prefix")
-        if digest in self._by_digest:
-            return Node(NULL_BLOCK, digest, parent, payload, salt)
-        node = Node(block, digest, parent, payload, salt)
-        self._by_digest[digest] = self.of[block] = node
+    def register(self, blocks: Sequence[int], digest: bytes, parent: Node | None, payload: bytes, salt: bytes) -> Node:
+        """Make full, computed blocks findable, one a group; null ones are not. Where the prefix has a block already,
+        that one stays. Where another prefix has the digest (a collision), a node is made but the blocks stay
+        unfindable."""
+        node = self.find(digest, parent, payload, salt)
+        if node is None:
+            node = Node([NULL_BLOCK] * len(blocks), digest, parent, payload, salt)
+            if digest in self._by_digest:
+                return node
+        for group, block in enumerate(blocks):
+            if block != NULL_BLOCK and node.blocks[group] == NULL_BLOCK:
+                if self.of[block] is not None:
+                    raise PoolCorrupt(f"block {block} is already registered, for another prefix")
+                node.blocks[group] = block
+                self.of[block] = self._by_digest[digest] = node
         return node
 
     def drop(self, block: int) -> None:
         """The block's content is about to change: nobody may find it any more."""
         node = self.of[block]
         if node is not None:
-            del self._by_digest[node.digest]
-            node.block = NULL_BLOCK
+            node.blocks[node.blocks.index(block)] = NULL_BLOCK
             self.of[block] = None
+            if not any(node.blocks):
+                del self._by_digest[node.digest]
 
     def check(self, block_size: int) -> None:
-        """Both directions of the map agree; every entry is one full block and hashes to its key."""
+        """Both directions of the map agree; every entry has full blocks and hashes to its key."""
         registered = 0
         for block, node in enumerate(self.of):
             if node is None:
                 continue
             registered += 1
-            if node.block != block or self._by_digest.get(node.digest) is not node:
+            if node.blocks.count(block) != 1 or self._by_digest.get(node.digest) is not node:
                 raise PoolCorrupt(f"prefix map: block {block} and its entry disagree")
             if len(node.payload) != block_size * TOKEN_BYTES:
                 raise PoolCorrupt(f"prefix map: block {block} is not full")
             parent = ROOT if node.parent is None else node.parent.digest
             if chain_digest(parent, node.payload, node.salt) != node.digest:
                 raise PoolCorrupt(f"prefix map: block {block} is filed under a wrong digest")
-        if registered != len(self._by_digest):
-            raise PoolCorrupt(f"prefix map: {len(self._by_digest)} entries for {registered} blocks")
+        entries = [sum(map(bool, node.blocks)) for node in self._by_digest.values()]
+        if registered != sum(entries) or not all(entries):
+            raise PoolCorrupt(f"prefix map: {len(entries)} entries of {sum(entries)} blocks, {registered} registered")

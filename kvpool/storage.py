@@ -19,12 +19,13 @@ from kvpool.plane import Plane
 class KVStorage:
     """Keys and values of all layers, in one allocation that is made here and never grows.
 
-        data     layer 0: keys, values | layer 1: keys, values | …
+        data     slot 0: keys, values | slot 1: keys, values | …
 
-    `keys` and `values` are views of it (`kvpool.plane`), and `k[layer]` and `v[layer]` those of one layer: contiguous
-    [blocks, kv_heads, …], one (block, head) is one contiguous tile. Everything starts as zeros, so that a masked read
-    of a slot that was never written is finite, and is backed by memory from the start or soon after (`kvpool.pages`),
-    not under load.
+    Where a block holds all layers, a slot is a layer; else layers of several groups lie in one, each in blocks of its
+    own (`kvpool.groups`). `keys` and `values` are views of it (`kvpool.plane`), and `k[layer]` and `v[layer]` those of
+    one layer: contiguous [blocks, kv_heads, …], one (block, head) is one contiguous tile. Everything starts as zeros,
+    so that a masked read of a slot that was never written is finite, and is backed by memory from the start or soon
+    after (`kvpool.pages`), not under load.
     """
 
     def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device | str = "cpu") -> None:
@@ -34,26 +35,30 @@ class KVStorage:
         on_cpu = torch.device(device).type == "cpu"
         memory = zeroed(nbytes) if on_cpu else torch.zeros(nbytes, dtype=torch.uint8, device=device)
         self.block_size, self.num_blocks = size, num_blocks
+        self.groups = groups = layout.groups
+        self.places = torch.tensor([groups.slots, groups.of]).T.contiguous()
+        """int64 [layers, 2] on the host: slot and group of each layer."""
         shape = (num_blocks, layout.kv_heads)
         key_tile, value_tile = layout.tile_bytes(form.key_bits), layout.tile_bytes(form.value_bits)
         split = num_blocks * layout.kv_heads * key_tile
-        self.data = memory.view(layout.num_layers, -1)
+        self.data = memory.view(groups.size, -1)
         self.fit: KeyFit | None = None
         """Of keys as codes."""
-        keys = self.data[:, :split].view(layout.num_layers, *shape, key_tile)
-        values = self.data[:, split:].view(layout.num_layers, *shape, value_tile)
+        keys = self.data[:, :split].view(groups.size, *shape, key_tile)
+        values = self.data[:, split:].view(groups.size, *shape, value_tile)
         if form.scale_bytes:
-            self.keys = Plane(keys, size, dim, Codec(form.key_bits, unbiased=True))
-            self.values = Plane(values, size, dim, Codec(form.value_bits, unbiased=False))
+            self.keys = Plane(keys, size, dim, Codec(form.key_bits, unbiased=True), groups.slots)
+            self.values = Plane(values, size, dim, Codec(form.value_bits, unbiased=False), groups.slots)
             self.fit = KeyFit(layout.num_layers, layout.kv_heads, dim, device)
         else:
             dtype: torch.dtype = getattr(torch, form.name)
-            self.data = memory.view(dtype).view(layout.num_layers, 2, *shape, size, dim)
-            self.keys = Plane(self.data[:, 0], size, dim, None)
-            self.values = Plane(self.data[:, 1], size, dim, None)
+            self.data = memory.view(dtype).view(groups.size, 2, *shape, size, dim)
+            self.keys = Plane(self.data[:, 0], size, dim, None, groups.slots)
+            self.values = Plane(self.data[:, 1], size, dim, None, groups.slots)
         self.k, self.v = self.keys.layers, self.values.layers
-        self._parts = [layer.flatten(1).view(torch.uint8) for layer in (*self.k, *self.v)]
-        """The keys of each layer, then the values, as bytes [blocks, n]: together what a block holds."""
+        parts = (*self.keys.tiles, *self.values.tiles)
+        self._parts = [slot.flatten(1).view(torch.uint8) for slot in parts]
+        """The keys of each slot, then the values, as bytes [blocks, n]: together what a block holds."""
 
     @property
     def block_bytes(self) -> int:
@@ -64,8 +69,8 @@ class KVStorage:
         return self.data.nbytes
 
     def locate(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """(block, offset) of each slot; slots int64 [T] = block * block_size + offset. The same for every layer, so a
-        step computes it once and calls write_at."""
+        """(block, offset) of each slot; slots int64 [T] = block * block_size + offset. The same for all layers of a
+        group, so a step computes it once and calls write_at."""
         return slots // self.block_size, slots % self.block_size
 
     def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
@@ -83,7 +88,7 @@ class KVStorage:
         self.values.write(layer, v, blocks, offsets)
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy whole blocks (source, target) in all layers, as if one after the other."""
+        """Copy whole blocks (source, target), as if one after the other."""
         for run in _independent(pairs):
             sources, targets = torch.tensor(run, dtype=torch.int64, device=self.data.device).T
             for plane in (self.keys, self.values):
@@ -108,7 +113,7 @@ class KVStorage:
             begin = end
 
     def zero(self, blocks: Tensor) -> None:
-        """Zero whole blocks int64 [n] in all layers."""
+        """Zero whole blocks int64 [n]."""
         for plane in (self.keys, self.values):
             plane.zero(blocks)
 

@@ -254,6 +254,7 @@ def _model_lines(args: argparse.Namespace) -> list[str]:
             force_kv_cache_dtype=True,
             max_num_seqs=max(args.rows),
             block_size=SIZE,
+            one_group=True,
         ),
         lambda stage, detail: print(f"{stage}: {detail}", file=sys.stderr),
     )

@@ -159,6 +159,7 @@ def load(
                     max_num_seqs=streams,
                     max_num_batched_tokens=min(chunk, window),
                     block_size=BLOCK_SIZE,
+                    one_group=True,
                 ),
                 progress,
             ),

@@ -15,6 +15,7 @@ nobody has read yet: `Row.source` says which row of that one draws it, and it ne
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -65,9 +66,16 @@ class Row:
     """The row of `Batch.after` that draws tokens[start], where that was not read yet; start + 1 == length then. If that
     row draws none, nobody will look at what this one brings: any token does. -1: all tokens are known."""
 
+    more: Sequence[list[int]] = ()
+    """Block tables of the pool's other groups (`kvpool.groups`); `blocks` is that of the first."""
+
     def __post_init__(self) -> None:
         if not self.length:
             self.length = len(self.tokens)
+
+    @property
+    def groups(self) -> tuple[list[int], ...]:
+        return (self.blocks, *self.more)
 
 
 @dataclass(slots=True)

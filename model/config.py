@@ -68,6 +68,10 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
 
     @property
-    def window(self) -> int | None:
-        """Tokens that a token sees, itself included, where that is so in every layer; else None."""
-        return self.sliding_window if self.native and set(self.layer_types) == {"sliding"} else None
+    def windows(self) -> tuple[int | None, ...]:
+        """By layer: tokens that a token sees, itself included; None: all."""
+        return tuple(self.sliding_window if kind == "sliding" else None for kind in self.layer_types)
+
+    def outgrown(self, longest: int) -> tuple[int | None, ...]:
+        """`windows`, without those that hold the longest sequence whole."""
+        return tuple(None if window is None or window >= longest else window for window in self.windows)

@@ -191,6 +191,7 @@ class Decoder:
             qk = layer.qk_norm(qk)
         if layer.rope is not None:
             qk = rotate(qk, *cos_sin[layer.rope])
+        inputs = inputs.groups[storage.groups.of[number]]
         storage.write_at(number, qk[:, heads:], v, inputs.blocks, inputs.offsets)
         attended = self.attention(
             qk[:, :heads],

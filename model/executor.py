@@ -57,7 +57,9 @@ class Runner:
         """kernels: to sample with; on a CPU only."""
         self.model = model
         self.storage = storage
-        self._builder = InputBuilder(max_num_batched_tokens, storage.block_size, storage.data.device)
+        self._builder = InputBuilder(
+            max_num_batched_tokens, storage.block_size, storage.data.device, storage.groups.windows
+        )
         self._kernels = kernels
         self._sampler = Sampler(kernels, asynchronous=storage.data.device.type != "cpu")
         self._masks = Masks()

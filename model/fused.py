@@ -63,8 +63,8 @@ class FusedLayers:
         """x [tokens, hidden] float32 becomes the residual stream after the last layer."""
         tables = [part.flatten(1) for pair in cos_sin for part in pair]
         fit = None if storage.fit is None else storage.fit.data
-        pool = (storage.keys.tiles, storage.values.tiles, fit, storage.block_size)
-        self._decoder.forward(x, *pool, tables, *inputs.packed())
+        pool = (storage.keys.tiles, storage.values.tiles, fit, storage.block_size, storage.places)
+        self._decoder.forward(x, *pool, tables, *inputs.every_packed())
 
     def spent(self) -> dict[str, int]:
         """Nanoseconds of each phase since the last call, the mean of the threads. The first call begins it."""

@@ -68,7 +68,7 @@ def measure(
     compared = torch.nonzero(inputs.positions >= FIRST)[:, 0]
 
     def logprobs(form: KVFormat) -> Tensor:
-        storage = KVStorage(replace(layout, format=form), used, device)
+        storage = KVStorage(replace(layout, format=form, windows=()), used, device)
         if storage.fit is not None:
             storage.fit = fit
         return model.logits(model.forward(inputs, storage).index_select(0, compared)).log_softmax(-1)

@@ -78,7 +78,8 @@ class Graph:
     """A decode step of one bucket."""
 
     inputs: StepInputs
-    rooms: list[Room]
+    rooms: list[tuple[int, Room]]
+    """With the number of the group whose plan each has room for."""
     hidden: Tensor
     replay: Replay
 
@@ -86,8 +87,8 @@ class Graph:
         count, fields = inputs.fields.shape[1], self.inputs.fields
         fields[:, :count].copy_(inputs.fields)
         fields[:, count:].zero_()
-        for room in self.rooms:
-            room.fill(inputs)
+        for group, room in self.rooms:
+            room.fill(inputs.groups[group])
         self.replay()
         return self.hidden[:count].clone()  # the next step is computed in the same place
 
@@ -112,13 +113,15 @@ class Captured:
         self.attention: Attention = attention
         self.weight_bytes, self.rope_switch = model.weight_bytes, model.rope_switch
         self.reads_unwritten = model.reads_unwritten
-        probe = InputBuilder(1, storage.block_size, storage.data.device).build(Batch([_PADDING]))
+        windows = storage.groups.windows
+        padding = Row([0], 1, 0, 1, [0], SamplingParams(max_tokens=1, seed=0), more=[[0]] * (len(windows) - 1))
+        probe = InputBuilder(1, storage.block_size, storage.data.device, windows).build(Batch([padding]))
         model.forward(probe, storage)
-        keys = list(probe.plans)
+        keys = [(group, key) for group, view in enumerate(probe.groups) for key in view.plans]
         self.sizes = sizes
         self._graphs = {}
         for size in reversed(self.sizes):
-            rooms = {key: attention.reserve(key, size, columns) for key in keys}
+            rooms = [(group, key, attention.reserve(key, size, columns)) for group, key in keys]
             self._graphs[size] = self._capture(size, rooms, recorder)
 
     def forward(self, inputs: StepInputs, storage: KVStorage) -> Tensor:
@@ -130,13 +133,14 @@ class Captured:
     def logits(self, hidden: Tensor) -> Tensor:
         return self.model.logits(hidden)
 
-    def _capture(self, rows: int, rooms: dict[Hashable, Room], recorder: Recorder) -> Graph:
+    def _capture(self, rows: int, rooms: list[tuple[int, Hashable, Room]], recorder: Recorder) -> Graph:
         storage = self.storage
-        fields = torch.zeros(5, rows, dtype=torch.int64, device=storage.data.device)
+        fields = torch.zeros(4 + len(storage.groups.windows), rows, dtype=torch.int64, device=storage.data.device)
         inputs = StepInputs(fields, fields[0, :0], storage.block_size)
-        inputs.plans.update({key: room.plan for key, room in rooms.items()})
+        for group, key, room in rooms:
+            inputs.groups[group].plans[key] = room.plan
         hidden, replay = recorder.record(lambda: self.model.forward(inputs, storage))
-        return Graph(inputs, list(rooms.values()), hidden, replay)
+        return Graph(inputs, [(group, room) for group, _, room in rooms], hidden, replay)
 
 
 def buckets(rows: int) -> list[int]:
@@ -180,7 +184,3 @@ def attempt(
 
 def _line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
-
-
-_PADDING = Row([0], 1, 0, 1, [0], SamplingParams(max_tokens=1, seed=0))
-"""A row of the null block."""

@@ -6,11 +6,15 @@ positions   17            32     33     34         4
 slots       where each token's key and value go: block · block_size + offset
 row_starts  0             1                        4       5
 contexts    18            35                       5       keys a row's last token sees
+
+Where layers share pages in groups (`kvpool.groups`), each group has blocks and tables of its own, and the rest is the
+same for all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from copy import copy
 from typing import Any, TypeVar
 
 import numpy as np
@@ -18,24 +22,30 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kvpool.groups import Windows
+from kvpool.lookup import unseen
 from model.batch import Batch, Row
 from model.params import SamplingParams
 
 Ints = npt.NDArray[np.int64]
 Plan = TypeVar("Plan")
 
-_TOKENS, _POSITIONS, _BLOCKS, _OFFSETS, _LENGTHS = range(5)
+_TOKENS, _POSITIONS, _OFFSETS, _LENGTHS, _BLOCKS = range(5)
 
 
 class StepInputs:
-    """One step. Tensors are int64 on the model's device; arrays are int64 on the host."""
+    """One step, as the layers of one group see it. Tensors are int64 on the model's device; arrays are int64 on the
+    host."""
 
     __slots__ = (
+        "_common",
+        "_others",
         "block_size",
         "blocks",
         "contexts",
         "counts",
         "device",
+        "every_table",
         "fields",
         "lengths",
         "offsets",
@@ -51,17 +61,17 @@ class StepInputs:
 
     def __init__(self, packed: Tensor, sampled: Tensor, block_size: int) -> None:
         self.fields = packed
-        """[5, T]: what follows, a row each."""
+        """[4 + groups, T]: what follows, a row each; the blocks of all groups are the last."""
         self.token_ids: Tensor = packed[_TOKENS]
         """[T]"""
         self.positions: Tensor = packed[_POSITIONS]
-        """[T]"""
-        self.blocks: Tensor = packed[_BLOCKS]
         """[T]"""
         self.offsets: Tensor = packed[_OFFSETS]
         """[T]"""
         self.lengths: Tensor = packed[_LENGTHS]
         """[T] known tokens of each token's sequence, computed or not; of a draft, those up to the token itself."""
+        self.blocks: Tensor = packed[_BLOCKS]
+        """[T]"""
         self.sampled = sampled
         """[S] index among the T tokens of those behind which a token is drawn: a row's last one, and its draft."""
         self.device = packed.device
@@ -75,11 +85,30 @@ class StepInputs:
         self.contexts: Ints
         """[R] starts + counts."""
         self.tables: Ints
-        """[R, most blocks of any row], padded with the null block 0."""
+        """[R, most blocks of any row], padded with the null block 0; behind a window it may be null too."""
+        self.every_table: Ints
+        """[groups, R, most blocks of any row]: `tables` of each."""
         self.unread: list[tuple[int, int]]
         """Places among the T tokens that are still to be filled, and the rows of the step before that draw them."""
         self.plans: dict[Hashable, Any] = {}
         """What `plan` has made so far."""
+        self._common: dict[Hashable, Any] = {}
+        """The same of `common`, for all groups."""
+        self._others: list[StepInputs] = []
+        for blocks in packed[_BLOCKS + 1 :]:
+            view = copy(self)
+            view.blocks, view.plans, view._others = blocks, {}, []
+            self._others.append(view)
+
+    @property
+    def groups(self) -> list[StepInputs]:
+        """The step as each group sees it; this is the first."""
+        return [self, *self._others]
+
+    def tabulate(self, tables: Ints) -> None:
+        """Every group's, [groups, R, columns]."""
+        for view, own in zip(self.groups, tables, strict=True):
+            view.tables, view.every_table = own, tables
 
     @property
     def opened(self) -> Tensor:
@@ -88,20 +117,35 @@ class StepInputs:
         # A block is opened by the token at its first slot; only a row's last block can stay unfilled.
         last, size = self.contexts // self.block_size, self.block_size
         opens = (self.contexts % size != 0) & (self.starts <= last * size)
-        return to_device(self.tables[opens, last[opens]], self.device)
+        return to_device(self.every_table[:, opens, last[opens]].reshape(-1), self.device)
 
     def packed(self) -> tuple[Tensor, ...]:
-        """On a CPU: what the compiled kernels are told of the rows (`rows_of` in kernels/library.cpp)."""
-        arrays = (self.row_starts, self.starts, self.counts, self.tables)
-        hosts = self.plan("packed", lambda: tuple(map(torch.from_numpy, arrays)))
-        return self.blocks, self.offsets, *hosts
+        """On a CPU: what the compiled kernels are told of the rows (`rows_of` in kernels/library.cpp), of one group."""
+        return self._packed("packed", self.blocks.unsqueeze(0), self.tables[None])
+
+    def every_packed(self) -> tuple[Tensor, ...]:
+        """The same of all groups."""
+        return self._packed("every packed", self.fields[_BLOCKS:], self.every_table)
+
+    def _packed(self, key: str, blocks: Tensor, tables: Ints) -> tuple[Tensor, ...]:
+        arrays = (self.row_starts, self.starts, self.counts, tables)
+        hosts = self.plan(key, lambda: tuple(map(torch.from_numpy, arrays)))
+        return blocks.contiguous(), self.offsets, *hosts
 
     def plan(self, key: Hashable, build: Callable[[], Plan]) -> Plan:
-        """What a backend derives from a step, made once for all layers that share `key`."""
-        if key not in self.plans:
-            self.plans[key] = build()
-        plan: Plan = self.plans[key]
-        return plan
+        """What a backend derives from a step, made once for all layers of a group that share `key`."""
+        return _made(self.plans, key, build)
+
+    def common(self, key: Hashable, build: Callable[[], Plan]) -> Plan:
+        """The same for the layers of all groups, of what has nothing to do with blocks."""
+        return _made(self._common, key, build)
+
+
+def _made(plans: dict[Hashable, Any], key: Hashable, build: Callable[[], Plan]) -> Plan:
+    if key not in plans:
+        plans[key] = build()
+    plan: Plan = plans[key]
+    return plan
 
 
 def draws(row: Row) -> bool:
@@ -115,10 +159,12 @@ class InputBuilder:
     On a CPU the tensors of a StepInputs are views, valid until the next `build`; on a GPU they are copies.
     """
 
-    def __init__(self, max_tokens: int, block_size: int, device: torch.device) -> None:
+    def __init__(self, max_tokens: int, block_size: int, device: torch.device, windows: Windows = (None,)) -> None:
+        """`windows`: of the pool's groups."""
         self.block_size = block_size
         self.device = device
-        self._packed = np.zeros((5, max_tokens), np.int64)
+        self._windows = windows
+        self._packed = np.zeros((_BLOCKS + len(windows), max_tokens), np.int64)
 
     def build(self, batch: Batch) -> StepInputs:
         """Pack a batch of at least one row. ValueError for more tokens than `max_tokens`, or a table that is short."""
@@ -133,14 +179,21 @@ class InputBuilder:
         if total > self._packed.shape[1]:
             raise ValueError(f"a step of {total} tokens is larger than the {self._packed.shape[1]} of the runner")
         needed = -(-contexts // size)
-        tables = np.zeros((len(rows), int(needed.max())), np.int64)
+        window, *others = self._windows
+        tables = np.zeros((1 + len(others), len(rows), int(needed.max())), np.int64)
         tokens: list[int] = []
         sampled: list[int] = []
         unread: list[tuple[int, int]] = []
         for number, (row, blocks) in enumerate(zip(rows, needed.tolist(), strict=True)):
+            if len(row.more) != len(others):
+                raise ValueError(f"row {number} has tables of {1 + len(row.more)} groups, the pool {1 + len(others)}")
             if len(row.blocks) < blocks:
                 raise ValueError(f"row {number} needs {blocks} blocks and its table has {len(row.blocks)}")
-            tables[number, :blocks] = row.blocks[:blocks]
+            first = unseen(row.start, size, window)
+            tables[0, number, first:blocks] = row.blocks[first:blocks]
+            for group, own in enumerate(row.more):
+                first = unseen(row.start, size, others[group])
+                tables[1 + group, number, first:blocks] = own[first:blocks]
             if row.source >= 0:
                 unread.append((len(tokens), row.source))
                 tokens.append(0)
@@ -158,11 +211,13 @@ class InputBuilder:
         positions = np.arange(total) + (starts - row_starts[:-1])[owner]
         packed[_POSITIONS] = positions
         columns, packed[_OFFSETS] = np.divmod(positions, size)
-        packed[_BLOCKS] = tables[owner, columns]
+        packed[_BLOCKS:] = tables[:, owner, columns]
         packed[_LENGTHS] = np.maximum(np.array([row.length for row in rows], np.int64)[owner], positions + 1)
         inputs = StepInputs(self._move(packed), self._move(np.array(sampled, np.int64)), size)
-        inputs.row_starts, inputs.starts, inputs.counts, inputs.contexts = row_starts, starts, counts, contexts
-        inputs.tables, inputs.unread = tables, unread
+        for view in inputs.groups:
+            view.row_starts, view.starts, view.counts, view.contexts = row_starts, starts, counts, contexts
+        inputs.unread = unread
+        inputs.tabulate(tables)
         return inputs
 
     def _move(self, array: Ints) -> Tensor:

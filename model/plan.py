@@ -33,10 +33,12 @@ class CapacityPlan:
     @property
     def title(self) -> str:
         config, pool = self.config, self.pools[0]
+        groups = pool.layout.groups
+        paged = f" in {groups.size} layers, {len(groups.windows)} for all" if len(groups.windows) > 1 else ""
         return (
             f"{config.num_layers} layers x {config.num_kv_heads} KV heads x {config.head_dim}, a context of "
             f"{config.max_position_embeddings:,} tokens; {format_bytes(pool.budget.bytes)} of keys and values, "
-            f"blocks of {pool.layout.block_size} tokens"
+            f"blocks of {pool.layout.block_size} tokens{paged}"
         )
 
     def users(self, pool: PoolPlan) -> list[int]:
@@ -103,7 +105,7 @@ def plan_capacity(
             raise ValueError(f"{length} tokens: must be between 1 and the model's {context}")
     chosen = lengths or sorted({min(length, context) for length in (*LENGTHS, context)})
     layouts = (
-        KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, form, block_size)
+        KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, form, block_size, config.outgrown(context))
         for form in sorted(FORMATS.values(), key=lambda form: -form.vector_bytes(config.head_dim))
     )
     return CapacityPlan(config, tuple(plan_pool(layout, budget, context) for layout in layouts), tuple(chosen))

@@ -10,6 +10,7 @@ import torch
 
 from kvpool.budget import PoolPlan, cpu_budget, format_bytes, given_budget, gpu_budget, plan_pool
 from kvpool.formats import KVLayout
+from kvpool.groups import Windows
 from kvpool.memory import Memory, available_memory
 from kvpool.storage import KVStorage
 from model.attention.base import Attention
@@ -58,6 +59,8 @@ class RunnerOptions:
     force_kv_cache_dtype: bool = False
     block_size: int = 16
     tensor_parallel_size: int = 1
+    one_group: bool = False
+    """A block must hold all layers: something keeps it whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +73,8 @@ class LoadedModel:
     """Of a split model, as all bytes below, of this rank's part."""
     num_blocks: int
     """The null block included: what KVPool is made with."""
+    windows: Windows
+    """Of the pool's groups of layers."""
     block_size: int
     kv_bytes: int
     kv_bytes_per_token: int
@@ -131,11 +136,11 @@ def load_runner(
     # Before minutes of loading: a format that does not fit the heads, and the commonest mistake: a budget that is too
     # small, or more than there is.
     if config.native:
-        _layout(config, precision, options)
+        _layout(config, precision, options, longest)
     if options.kv_cache_memory is not None:
         budget = given_budget(options.kv_cache_memory, _memory(ranks) if device.type == "cpu" else None)
         if config.native:
-            plan_pool(_layout(config, precision, options), budget, longest)
+            plan_pool(_layout(config, precision, options, longest), budget, longest)
 
     progress("weights", f"{source.name}: {config.architecture}, {config.num_layers} layers, as {_types(precision)}")
     with torch.inference_mode():
@@ -151,19 +156,23 @@ def load_runner(
         if device.type == "cpu":
             progress("warning", f"{FLAG} is for GPUs: on a CPU threads do the same, and whole layers at a time")
 
-    plan = _plan(model, _layout(model.config, precision, options), options, longest, max_tokens, device, ranks)
+    layout = _layout(model.config, precision, options, longest)
+    plan = _plan(model, layout, options, longest, max_tokens, device, ranks)
     if ranks is not None:
         plan = replace(plan, num_blocks=ranks.least(plan.num_blocks))
     for line in plan.lines():
         progress("kv cache", line)
-    max_model_len = longest
-    if plan.num_tokens < longest:
+    if options.one_group and len(set(model.config.outgrown(longest))) > 1:
+        progress(
+            "kv cache", "blocks hold all layers, for a tier's sake: those that slide keep what lies behind their window"
+        )
+    max_model_len, fits = longest, plan.longest(max_tokens)
+    if fits < longest:
         # A context that was asked for stays: longer requests are refused one by one, with the pool's numbers.
         if options.max_model_len is None:
-            max_model_len = plan.num_tokens
-        progress("warning", f"the kv cache holds {plan.num_tokens} tokens of the {longest} that a context may have")
+            max_model_len = fits
+        progress("warning", f"the kv cache holds {fits} tokens of the {longest} that a context may have")
 
-    layout = plan.layout
     try:
         storage = KVStorage(layout, plan.num_blocks, device)
     except (RuntimeError, OSError) as error:
@@ -179,16 +188,17 @@ def load_runner(
             distance = Distance(*ranks.leading([distance.divergence, distance.agreement]))
         _admit(distance, layout.format.name, options.force_kv_cache_dtype, progress)
     if ranks is None:  # split layers meet between their kernels, outside any graph
-        columns = layout.blocks_for(max_model_len)
+        columns = layout.paging.columns(max_model_len)
         model = captured(model, storage, buckets(min(options.max_num_seqs, max_tokens)), columns, progress)
     runner = _kind(ranks)(model, storage, max_tokens, kernels)
     progress("warm-up", "one step of each kind")
-    warm_up(runner, min(max_tokens, max_model_len, plan.num_tokens, layout.block_size))
+    warm_up(runner, min(max_tokens, max_model_len, layout.block_size))
     return LoadedModel(
         runner=runner,
         source=source,
         model_config=model.config,
         num_blocks=plan.num_blocks,
+        windows=storage.groups.windows,
         block_size=layout.block_size,
         kv_bytes=plan.bytes,
         kv_bytes_per_token=layout.bytes_per_token,
@@ -245,12 +255,12 @@ def load_model(
 
 def warm_up(runner: Runner, count: int) -> None:
     """One prompt of `count` tokens and one decode step, in block 1 and those behind it."""
-    size = runner.storage.block_size
+    columns, groups = -(-count // runner.storage.block_size), len(runner.storage.groups.windows)
+    first, *more = (list(range(begin, begin + columns)) for begin in range(1, 1 + groups * columns, columns))
     params = SamplingParams(max_tokens=1, seed=0)
     tokens = [0] * count
-    blocks = list(range(1, 1 + -(-count // size)))
-    runner.execute(Batch([Row(tokens, count, 0, count, blocks, params)])).result()
-    runner.execute(Batch([Row(tokens, count, count - 1, 1, blocks, params)])).result()
+    runner.execute(Batch([Row(tokens, count, 0, count, first, params, more=more)])).result()
+    runner.execute(Batch([Row(tokens, count, count - 1, 1, first, params, more=more)])).result()
 
 
 def profile(
@@ -264,12 +274,16 @@ def profile(
     storage = KVStorage(layout, 2, device)
     params = SamplingParams(max_tokens=1, seed=0, temperature=1.0, top_p=0.5)
     counts = [1] * (rows - 1) + [max(1, count - rows + 1)]
-    batch = Batch([Row([0] * n, n, 0, n, [1] * layout.blocks_for(n), params) for n in counts])
+    columns, others = layout.paging.columns, len(storage.groups.windows) - 1
+    tables = [[1] * columns(n) for n in counts]
+    batch = Batch(
+        [Row([0] * n, n, 0, n, table, params, more=[table] * others) for n, table in zip(counts, tables, strict=True)]
+    )
     torch.cuda.reset_peak_memory_stats(device)
     kind(model, storage, sum(counts)).execute(batch).result()
     graph = None
     if kind is Runner:
-        graph = captured(model, storage, buckets(rows)[-1:], layout.blocks_for(count), lambda stage, detail: None)
+        graph = captured(model, storage, buckets(rows)[-1:], columns(count), lambda stage, detail: None)
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_reserved(device) - torch.cuda.memory_reserved(device)
     free, total = torch.cuda.mem_get_info(device)
@@ -298,7 +312,7 @@ def _plan(
     memory = _memory(ranks)
     if options.kv_cache_memory is not None:
         return plan_pool(layout, given_budget(options.kv_cache_memory, memory), longest)
-    return plan_pool(layout, cpu_budget(layout, memory, options.max_num_seqs, longest), longest)
+    return plan_pool(layout, cpu_budget(layout, memory, options.max_num_seqs, longest, chunk=max_tokens), longest)
 
 
 def _kind(ranks: Ranks | None) -> type[Runner]:
@@ -324,13 +338,16 @@ def _memory(ranks: Ranks | None) -> Memory:
     return Memory(memory.bytes // ranks.size, f"{memory.source}, for each of {ranks.size} ranks")
 
 
-def _layout(config: ModelConfig, precision: Precision, options: RunnerOptions) -> KVLayout:
+def _layout(config: ModelConfig, precision: Precision, options: RunnerOptions, longest: int) -> KVLayout:
     form, dim = precision.kv, config.head_dim
     if dim % form.head_multiple:
         raise ModelError(
             f"--kv-cache-dtype {form.name}: needs a head size that is a multiple of {form.head_multiple}, not {dim}"
         )
-    return KVLayout(config.num_layers, config.num_kv_heads, dim, form, options.block_size)
+    windows = config.outgrown(longest)
+    if options.one_group and len(set(windows)) > 1:
+        windows = ()
+    return KVLayout(config.num_layers, config.num_kv_heads, dim, form, options.block_size, windows)
 
 
 def _admit(distance: Distance, name: str, force: bool, progress: Progress) -> None:

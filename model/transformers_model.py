@@ -86,7 +86,7 @@ def attend(
             raise ModelError(f"layer {layer} attends twice")
         step.shapes[layer] = Shape(k.shape[1], k.shape[2], v.shape[2], sliding_window)
         return q.new_zeros(1, *q.shape[:2], v.shape[2]), None
-    inputs = step.inputs
+    inputs = step.inputs.groups[step.storage.groups.of[layer]]
     step.storage.write_at(layer, k, v, inputs.blocks, inputs.offsets)
     scale = q.shape[-1] ** -0.5 if scaling is None else float(scaling)
     out = step.attention(q, step.storage, layer, inputs, scale=scale, window=sliding_window, softcap=softcap)
@@ -170,8 +170,15 @@ class TransformersModel:
                 raise ModelError(f"{name} has layers of the type {kind}")
             if kind == "sliding_attention" and windows[layer] is None:
                 raise ModelError(f"{name} hides the window of its sliding layers")
+        alike = len({*windows} - {None}) < 2  # else what slides is not known to the pool, and gives nothing back
         return replace(
-            config, num_layers=len(shapes), num_kv_heads=first.kv_heads, head_dim=first.head_dim, native=False
+            config,
+            num_layers=len(shapes),
+            num_kv_heads=first.kv_heads,
+            head_dim=first.head_dim,
+            native=False,
+            layer_types=tuple("sliding" if window is not None and alike else "full" for window in windows),
+            sliding_window=max((window for window in windows if window is not None), default=None),
         )
 
     def _check(self, precision: Precision) -> None:

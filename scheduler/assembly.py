@@ -42,15 +42,13 @@ def assemble(config: EngineConfig, progress: Progress, place: Place | None = Non
         force_kv_cache_dtype=config.force_kv_cache_dtype,
         block_size=config.block_size,
         tensor_parallel_size=config.tensor_parallel_size,
+        one_group=config.kv_disk is not None or config.kv_host_memory is not None,
     )
     if place is None and config.tensor_parallel_size > 1:
         place = Leader(config, check_ranks(options).path)
     loaded = load_runner(options, progress, None if place is None else place.ranks)
     tier = open_tier(config, loaded, disk, progress)
-    window = loaded.model_config.window
-    pool = KVPool(loaded.num_blocks, loaded.block_size, config.enable_prefix_caching, window, tier)
-    if window is not None:
-        progress("kv cache", f"every layer slides: a sequence keeps the blocks of its last {window:,} tokens")
+    pool = KVPool(loaded.num_blocks, loaded.block_size, config.enable_prefix_caching, loaded.windows, tier)
     on_cpu = loaded.device.startswith("cpu")
     limits = Limits(
         max_num_seqs=config.max_num_seqs,
@@ -80,6 +78,8 @@ def assemble(config: EngineConfig, progress: Progress, place: Place | None = Non
         vocab_size=loaded.model_config.vocab_size,
         num_blocks=pool.num_usable,
         block_size=loaded.block_size,
+        windows=loaded.windows,
+        max_num_batched_tokens=loaded.max_num_batched_tokens,
         kv_bytes_per_token=loaded.kv_bytes_per_token,
         kv_bytes=loaded.kv_bytes,
         device=loaded.device,

@@ -19,7 +19,6 @@ from model.batch import BAD_LOGITS, NO_TOKEN, Batch, Executor, Row
 from model.grammar import Grammars
 from model.pooling import Vector
 from scheduler import invariants, isolation
-from scheduler.beams import most_tokens
 from scheduler.budget import Budget
 from scheduler.compiling import Compiling
 from scheduler.cost import CostModel
@@ -29,7 +28,7 @@ from scheduler.limits import Limits
 from scheduler.messages import Abort, FinishReason, Logprob, PromptLogprobs, Started, StepOutput, Submit
 from scheduler.phases import Phases
 from scheduler.policy import Plan, SchedulerState, plan
-from scheduler.refusal import refusal
+from scheduler.refusal import longest, refusal
 from scheduler.report import Report
 from scheduler.sequence import Phase, Request, Sequence
 from scheduler.speculation import Speculation
@@ -123,11 +122,9 @@ class Engine:
         pool, limits = self._state.pool, self._state.limits
         if submit.id in self._phases.requests:
             return  # Ids are never reused; a second one is a resubmission that crossed its first.
-        refused = refusal(submit, limits, pool.num_usable, pool.block_size)
+        refused = refusal(submit, limits, pool.paging, pool.num_usable)
         if refused is None:
-            width = 1 if submit.search is None else submit.search.width
-            most = most_tokens(len(submit.prompt_ids), width, pool.num_usable, pool.block_size)
-            request = Request(submit, min(limits.max_model_len, most), limits.rope_switch)
+            request = Request(submit, longest(submit, limits, pool.paging, pool.num_usable), limits.rope_switch)
             refused = self._compiling.attach(request)
         if refused is not None:
             for index in range(max(1, submit.n)):
@@ -205,15 +202,7 @@ class Engine:
             if count > 1:
                 sequence.chunked = True
                 self._chunked.append(sequence)
-            request = sequence.request
-            params = request.params
-            row = Row(sequence.tokens, sequence.prompt_len, start, count, sequence.table.blocks, params, sequence.index)
-            row.length += sequence.ahead
-            row.samples = end == row.length and params.max_tokens > 0
-            row.plain, row.matcher, row.pooled = request.plain, sequence.matcher, request.pooled
-            if sequence.ahead:
-                row.source = sequence.slot
-            rows.append(row)
+            rows.append(sequence.row(count))
             sequence.num_computed, sequence.flown = end, self._launched
         work = self._speculation.attach(step, rows)
         if self.tiering is not None:
@@ -301,7 +290,8 @@ class Engine:
         """Token end - 1 is computed and filled a block, which becomes findable."""
         pool = self._state.pool
         pool.commit(sequence.table, sequence.tokens, end, sequence.salt)
-        pool.slide(sequence.table, end)
+        if not sequence.request.parts:
+            pool.slide(sequence.table, end)
 
     def _bad(self, sequence: Sequence, row: Row, drawn: int) -> None:
         """A row that has no token, and not because its request's own masks leave none."""

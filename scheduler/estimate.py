@@ -5,7 +5,8 @@ number i ends, numbers 0 … i still live and each has grown by remaining_i; the
 
       peak = max over i of   remaining_i · (i + 1)  +  Σ_{j ≤ i} used_j
 
-here in blocks: `used` counts whole blocks, and those that other tables hold too are counted once.
+here in blocks: `used` counts whole blocks, and those that other tables hold too are counted once. Behind a window
+blocks are given back as others are taken: what a sequence will hold there at most is used from the start.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Iterable
 
+from kvpool.groups import NO_LIMIT
 from kvpool.pool import KVPool
 from scheduler.sequence import Sequence
 
@@ -48,38 +50,60 @@ class OutputLengths:
         return min(most, max(self._quantile - sequence.generated, MIN_REMAINING) << min(sequence.preemptions, 20))
 
 
+def needed(pool: KVPool, tokens: int, left: int, shared: int = 0) -> int:
+    """Blocks of its own that a sequence of so many tokens takes, of which `shared` columns are others'; behind a window
+    as many as it will hold with `left` tokens more."""
+    columns, grown = pool.paging.columns(tokens) - shared, pool.paging.columns(tokens + left) - shared
+    return sum([count * (columns if most == NO_LIMIT else min(grown, most)) for _, count, most in pool.kinds])
+
+
+def holding(pool: KVPool, sequence: Sequence, left: int) -> tuple[int, int, int]:
+    """Blocks of its own that a running sequence holds or still needs for the tokens that it has; how many of them it
+    still needs; and all that it needs as `needed` says."""
+    held = len(sequence.table.blocks)
+    columns, grown = pool.paging.columns(len(sequence.tokens)), pool.paging.columns(len(sequence.tokens) + left)
+    now = missing = all_in_all = 0
+    for first, count, most in pool.kinds:
+        lost = max(sequence.shared, sequence.table.freed[first])
+        known = min(columns, lost + most)
+        own = max(held, known) - lost
+        now += count * own
+        missing += count * max(0, known - held)
+        all_in_all += count * (own if most == NO_LIMIT else max(own, min(grown - lost, most)))
+    return now, missing, all_in_all
+
+
 class Peak:
     """The predicted peak of a set of sequences; grows by one candidate at a time."""
 
-    __slots__ = ("_base", "_capacity", "_entries", "_lengths", "_most", "_size")
+    __slots__ = ("_base", "_capacity", "_entries", "_growing", "_lengths", "_pool", "_size")
 
     def __init__(self, pool: KVPool, running: Iterable[Sequence], lengths: OutputLengths, capacity: int) -> None:
         """`capacity`: blocks that the peak may reach."""
         self._lengths = lengths
         self._capacity = capacity
         self._size = pool.block_size
-        self._most = pool.most_held
-        self._entries: list[tuple[int, int]] = []
-        """(- remaining tokens, used blocks), the longest first."""
+        self._pool = pool
+        self._growing = pool.windows.count(None)
+        self._entries: list[tuple[int, int, int]] = []
+        """(- remaining tokens, used blocks, blocks that grow with them), the longest first."""
         used = pending = 0
         for sequence in running:
-            held = len(sequence.table.blocks)
-            lost = max(sequence.shared, sequence.table.freed)
-            known = min(-(-len(sequence.tokens) // self._size), lost + self._most)
-            own = max(held, known) - lost
-            used += own
-            pending += max(0, known - held)
-            self._entries += self._entries_of(sequence, own)
+            left = lengths.remaining(sequence)
+            now, missing, most = holding(pool, sequence, left)
+            used += now
+            pending += missing
+            self._entries += self._entries_of(sequence, most, left)
         self._entries.sort()
         # What is held and not counted: shared blocks whose first owner has gone.
         self._base = max(0, pool.num_usable - pool.num_free + pending - used)
 
     def admit(self, sequence: Sequence, shared: int, owed: bool = False) -> bool:
         """Count a candidate in, if the peak stays within the capacity or it is `owed` a place (`scheduler.shares`).
-        `shared`: blocks it finds active."""
-        own = min(-(-len(sequence.tokens) // self._size) - shared, self._most)
+        `shared`: columns of blocks it finds active."""
+        left = self._lengths.remaining(sequence)
         entries = self._entries.copy()
-        for entry in self._entries_of(sequence, own):
+        for entry in self._entries_of(sequence, needed(self._pool, len(sequence.tokens), left, shared), left):
             insort(entries, entry)
         if not owed and self._peak(entries) > self._capacity:
             return False
@@ -89,18 +113,19 @@ class Peak:
     def blocks(self) -> int:
         return self._peak(self._entries)
 
-    def _entries_of(self, sequence: Sequence, own: int) -> list[tuple[int, int]]:
-        # Behind a window blocks are given back as others are taken.
-        remaining = -min(self._lengths.remaining(sequence), max(0, self._most - own) * self._size)
+    def _entries_of(self, sequence: Sequence, own: int, left: int) -> list[tuple[int, int, int]]:
         # An unborn sibling shares the prompt and copies one block of it.
-        return [(remaining, own)] + [(remaining, 1)] * len(sequence.request.unborn)
+        unborn = len(sequence.request.unborn)
+        sibling = [(-left, needed(self._pool, 1, left), self._growing)] if unborn else []
+        return [(-left, own, self._growing)] + sibling * unborn
 
-    def _peak(self, entries: list[tuple[int, int]]) -> int:
-        used = peak = 0
+    def _peak(self, entries: list[tuple[int, int, int]]) -> int:
+        used = peak = growing = 0
         size = self._size
-        for alive, (remaining, own) in enumerate(entries, 1):
+        for remaining, own, grows in entries:
             used += own
-            need = used - remaining * alive // size
+            growing += grows
+            need = used - remaining * growing // size
             if need > peak:
                 peak = need
         return self._base + peak

@@ -249,6 +249,10 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     kv_divergence: float | None = None
     """Of a pool of codes from one of 16 bits, in nats (`model.gate`); None: it holds plain numbers."""
     kv_agreement: float | None = None
+    windows: tuple[int | None, ...] = (None,)
+    """Of the pool's groups of layers (`kvpool.groups`)."""
+    max_num_batched_tokens: int = 1
+    """Of one step."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):

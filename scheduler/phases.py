@@ -45,7 +45,7 @@ class Phases:
         state.running.append(sequence)
         sequence.phase = Phase.RUNNING
         sequence.num_computed = sequence.table.registered * state.pool.block_size
-        sequence.shared = len(hit.blocks) - hit.free
+        sequence.shared = hit.shared
         sequence.preempted = False
         sequence.request.pooled = None
 

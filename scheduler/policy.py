@@ -145,7 +145,7 @@ def _plan(state: SchedulerState, budget: Budget, now: float, resting: frozenset[
         if sequence.request.forks:
             need = pool.blocks_needed(sequence.table, start + 1, start)
         else:
-            need = 0 if start < len(sequence.table.blocks) * size else 1
+            need = 0 if start < len(sequence.table.blocks) * size else pool.num_groups
         if need > free:
             return Plan(now, victim=_victim(state))
         free -= need
@@ -217,6 +217,7 @@ def _candidates(state: SchedulerState, step: Plan, tokens: int) -> list[_Prompt]
         closed = state.closed and bool(state.running)
         tried = [claimed] if closed else [claimed, *(s for s in tried if s is not claimed)]
     found: list[_Prompt] = []
+    slides = pool.windows != (None,)
     wanted = unfit = deferred = blocks = 0
     for sequence in tried[:MAX_TRIED]:
         salt = sequence.salt
@@ -224,15 +225,14 @@ def _candidates(state: SchedulerState, step: Plan, tokens: int) -> list[_Prompt]
         if blocks > MAX_BLOCKS:
             break
         blocks += len(sequence.tokens) // pool.block_size if sequence is not head else 0
-        if sequence.request.reads_cache:
+        if sequence.request.reads_cache and not (slides and sequence.request.parts):
             hashes = pool.hashes(sequence.tokens, salt, sequence.hashes)
             if sequence is not claimed and _comes(sequence, coming, pool.block_size):
                 deferred += 1
                 continue
             hit = pool.match(sequence.tokens, salt, hashes)
         begins = _Prompt(sequence, hit.tokens, len(sequence.tokens) - hit.tokens, hit)
-        shared = len(hit.blocks) - hit.free
-        if sequence.request.seats > seats or not peak.admit(sequence, shared, sequence is claimed):
+        if sequence.request.seats > seats or not peak.admit(sequence, hit.shared, sequence is claimed):
             if not state.running and not found:
                 # Alone it fits, else it had been refused; what it really needs will show.
                 return [begins]
@@ -354,7 +354,8 @@ def _place(state: SchedulerState, step: Plan, prompts: list[_Prompt], free: int)
         hit = prompt.hit
         if not prompt.count or hit is None or _comes(prompt.sequence, coming, size):
             continue
-        need = hit.free - len(hit.blocks) - (-(prompt.start + prompt.count) // size)
+        columns = -(-(prompt.start + prompt.count) // size) - len(hit.blocks)
+        need = hit.free + columns * pool.num_groups
         if need > (free - watermark if state.running or placed else free):
             continue
         free -= need

@@ -31,7 +31,7 @@ class Retired:
         """A sequence gives up its table, which is empty then: at once, or once its last step has ended."""
         if sequence.flown > self.landed:
             self._tables.append((sequence.flown, sequence.table, sequence.num_computed))
-            sequence.table = BlockTable()
+            sequence.table = self._pool.new_table()
         else:
             self._pool.release(sequence.table)
 

@@ -19,6 +19,7 @@ from enum import IntEnum
 import msgspec
 
 from kvpool.table import BlockTable
+from model.batch import Row
 from model.grammar import Matcher
 from model.params import Logprob, SamplingParams
 from model.pooling import Vector, finished
@@ -133,6 +134,12 @@ class Request:
         return self.prompt_values is None and (pooling is None or pooling.kind != "mean")
 
     @property
+    def parts(self) -> bool:
+        """Whether live beams are unborn: they go on from wherever they part from the one that runs, perhaps behind its
+        window."""
+        return self.beams is not None and bool(self.unborn) and len(self.beams.live) > 1
+
+    @property
     def seats(self) -> int:
         """That must be free before it begins: its beams cannot do without one another."""
         return 1 if self.beams is None else len(self.sequences)
@@ -219,7 +226,7 @@ class Sequence:
         self.hashes: list[bytes] = []
         """Prefix digests of the full blocks of `tokens`, as far as they were needed; only ever extended."""
         self.shared = 0
-        """Leading blocks that another table held when this one took them; for the peak estimate only."""
+        """Leading columns of blocks that another table held when this one took them; for estimates only."""
         self.preempted = False
         """Waits because it was preempted: goes before those that never ran."""
         self.preemptions = 0
@@ -243,6 +250,17 @@ class Sequence:
     @property
     def generated(self) -> int:
         return len(self.tokens) - self.prompt_len
+
+    def row(self, count: int) -> Row:
+        """Its next `count` tokens as a part of a step. The table covers them."""
+        request, start, table = self.request, self.num_computed, self.table
+        row = Row(self.tokens, self.prompt_len, start, count, table.blocks, request.params, self.index, more=table.more)
+        row.length += self.ahead
+        row.samples = start + count == row.length and request.params.max_tokens > 0
+        row.plain, row.matcher, row.pooled = request.plain, self.matcher, request.pooled
+        if self.ahead:
+            row.source = self.slot
+        return row
 
     @property
     def finish(self) -> FinishReason:

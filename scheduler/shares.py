@@ -21,7 +21,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 from kvpool.pool import KVPool
-from scheduler.estimate import OutputLengths
+from scheduler.estimate import OutputLengths, holding, needed
 from scheduler.limits import Limits
 from scheduler.sequence import Sequence, seats_taken
 from scheduler.waiting import WaitingQueue
@@ -57,11 +57,11 @@ class Shares:
         self._held: dict[str, _Holding] = {}
         for sequence in running:
             held = self._held.setdefault(sequence.request.tenant, _Holding())
-            blocks = max(len(sequence.table.blocks), self._blocks(len(sequence.tokens)))
-            blocks -= max(sequence.shared, sequence.table.freed)
+            left = lengths.remaining(sequence)
+            blocks, _, most = holding(pool, sequence, left)
             held.seats += 1
             held.blocks += blocks
-            held.expected += blocks + self._growth(sequence)
+            held.expected += most + self._growth(sequence, left)
 
     def claim(self, closed: bool) -> tuple[Sequence | None, Sequence | None]:
         """The waiting sequence that may begin in this step whatever others are expected to need, and the running one
@@ -81,8 +81,9 @@ class Shares:
             tenant = head.request.tenant
             held = self._held.get(tenant, _Holding())
             share = self._share(tenant)
-            blocks = self._blocks(len(head.tokens))
-            expected = blocks + self._growth(head)
+            left = self._lengths.remaining(head)
+            blocks = pool.paging.pages(len(head.tokens))
+            expected = needed(pool, len(head.tokens), left) + self._growth(head, left)
             need = head.request.seats
             if seats > need and expected <= slack and not closed:
                 continue  # It needs no claim.
@@ -128,9 +129,8 @@ class Shares:
     def _share(self, tenant: str) -> float:
         return max(self._waiting.tenants.share(tenant), 1 / self._limits.max_num_seqs)
 
-    def _blocks(self, tokens: int) -> int:
-        return -(-tokens // self._pool.block_size)
-
-    def _growth(self, sequence: Sequence) -> int:
-        """Blocks that it and those that wait for its prompt will need beyond its own tokens."""
-        return self._blocks(self._lengths.remaining(sequence)) * (1 + len(sequence.request.unborn))
+    def _growth(self, sequence: Sequence, left: int) -> int:
+        """Blocks that it and those that wait for its prompt will need beyond what it needs now and behind windows."""
+        pool, unborn = self._pool, len(sequence.request.unborn)
+        growing = pool.windows.count(None) * pool.paging.columns(left)
+        return growing + unborn * (growing + needed(pool, 0, left))

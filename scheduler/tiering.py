@@ -79,7 +79,7 @@ class Tiering:
         for sequence, hit in admitted.items():
             if hit.stored:
                 content = self._read(hit)
-                if len(content) < len(hit.stored) and self._pool.window is not None:
+                if len(content) < len(hit.stored) and self._pool.windows[0] is not None:
                     self._pool.release(sequence.table)
                 elif len(content):
                     self._extend(sequence, len(hit.blocks), content)

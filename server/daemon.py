@@ -118,7 +118,8 @@ def make_http(service: Service) -> uvicorn.Server:
 
 
 def limits_of(ready: Ready) -> PromptLimits:
-    return PromptLimits(ready.max_model_len, ready.vocab_size, ready.num_blocks, ready.block_size)
+    pool = ready.num_blocks, ready.block_size, ready.windows, ready.max_num_batched_tokens
+    return PromptLimits(ready.max_model_len, ready.vocab_size, *pool)
 
 
 def renew(service: Service, ready: Ready) -> None:

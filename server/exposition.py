@@ -90,7 +90,7 @@ class ServerCollector(Collector):
             [({"state": name}, count) for name, count in blocks.items()],
         )
         yield gauge("kv_usage_ratio", "Share of the KV pool that is active.", used, "vllm:kv_cache_usage_perc")
-        yield gauge("kv_active_tokens", "Tokens held in active blocks.", stats.tokens_active)
+        yield gauge("kv_active_tokens", "Tokens held in active blocks, once a group of layers.", stats.tokens_active)
         tier = {"used": stats.tier_bytes_used, "free": stats.tier_bytes_total - stats.tier_bytes_used}
         by_state: Samples = [({"state": name}, count) for name, count in tier.items()]
         yield gauge("kv_tier_bytes", "Bytes of the tier behind the KV pool: used, free.", by_state)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
+from kvpool.groups import Paging, Windows
 from model.tokenizer import Tokenizer
 from server.detokenizer import decode
 from server.errors import CapacityExceeded, ContextTooLong, InvalidRequest, TemplateError, Unsupported
@@ -49,9 +50,19 @@ class PromptLimits:
     vocab_size: int
     num_blocks: int
     block_size: int
+    windows: Windows = (None,)
+    """Of the pool's groups of layers (`kvpool.groups`)."""
+    chunk: int = 1
+    """Tokens that a step computes at most."""
 
     def blocks(self, tokens: int) -> int:
-        return -(-tokens // self.block_size)
+        """That a sequence of so many tokens takes."""
+        return Paging(self.block_size, self.windows).pages(tokens, self.chunk)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that the pool holds, and the context."""
+        return Paging(self.block_size, self.windows).longest(self.num_blocks, self.chunk, self.max_model_len)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +188,7 @@ class PromptBuilder:
         the prompt's field, messages or prompt; `field`: the one of the request. The latter is at fault where the prompt
         leaves room for one token.
         """
-        context, pool = self.limits.max_model_len, self.limits.num_blocks * self.limits.block_size
+        context, pool = self.limits.max_model_len, self.limits.longest
         wanted = 1 if requested is None else requested
         wrong = field if requested is not None and prompt_tokens < min(context, pool) else param
         if prompt_tokens + wanted > context:

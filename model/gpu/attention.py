@@ -34,6 +34,7 @@ def attend(
     items,
     row_starts,
     starts,
+    gone,
     tables,
     count,
     width,
@@ -60,7 +61,7 @@ def attend(
 
     query [tokens, KV_HEADS · GROUP, DIM], rotated where keys are; out likewise, contiguous. A part of a context goes to
     parts float32 [parts, KV_HEADS, ROWS, DIM], divided by its own sum, and the log₂ of that to weights [parts,
-    KV_HEADS, ROWS]. row_starts, starts, tables: as in StepInputs, int32; width [1] that of tables.
+    KV_HEADS, ROWS]. row_starts, starts: as in StepInputs, int32; gone, tables, width: as in Plan.
     """
     H: tl.constexpr = DIM // 2
     item, head = tl.program_id(0), tl.program_id(1)
@@ -74,7 +75,7 @@ def attend(
     token = tl.load(row_starts + row) + first
     left = tl.load(row_starts + row + 1) - token
     start = tl.load(starts + row) + first
-    table = tables + row * tl.load(width)
+    table = tables + row * tl.load(width) - tl.load(gone + row)
 
     m = tl.arange(0, ROWS)[:, None]
     d = tl.arange(0, HALF)[None, :]
@@ -212,6 +213,10 @@ def attention(
     wide = storage.k[layer].dtype.itemsize == 4
     # Of codes, ptxas spills a few registers here rather than give a program one more step of them (head sizes 64, 96).
     narrow = storage.fit is not None and dim % 128 != 0
+    dot = dot_type(query.dtype, storage.k[layer].dtype)
+    tile, stages = 64 if dim <= 128 and not wide and not narrow else 32, 3 if rows == 16 and not narrow else 2
+    if dot == tl.float32 and dim > 128 and rows > 16:
+        tile, stages = 16, 1  # more does not fit an A100's shared memory
     parts = query.new_empty((work.parts, kv_heads, rows, dim), dtype=torch.float32)
     weights = query.new_empty((work.parts, kv_heads, rows), dtype=torch.float32)
     shape = {"KV_HEADS": kv_heads, "GROUP": group, "DIM": dim, "ROWS": rows}
@@ -230,6 +235,7 @@ def attention(
                 "items": work.items,
                 "row_starts": plan.row_starts,
                 "starts": plan.starts,
+                "gone": plan.gone,
                 "tables": plan.tables,
                 "count": len(work.items),
                 "width": plan.width,
@@ -244,13 +250,13 @@ def attention(
                 "VALUE_BITS": bits(storage.values),
                 "WINDOWED": window is not None,
                 "CAPPED": softcap is not None,
-                "TILE": 64 if dim <= 128 and not wide and not narrow else 32,
+                "TILE": tile,
                 "COLUMNS": COLUMNS,
-                "DOT": dot_type(query.dtype, storage.k[layer].dtype),
+                "DOT": dot,
                 "ASM": not INTERPRETED,
             },
             warps=4 if dim <= 128 or (rows == 16 and not wide) else 8,
-            stages=3 if rows == 16 and not narrow else 2,
+            stages=stages,
         )
     ]
     if work.parts:

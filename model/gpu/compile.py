@@ -102,7 +102,7 @@ def kernels(shape: Shape, kv: str) -> Iterator[tuple[str, bool, Launch]]:
     yield "write", True, writing(qkv, query, storage, 0, inputs, norm=norm, cos_sin=cos_sin)
     for path, rows in (("decode", power(SMALL, group)), ("chunk", max(LARGE, power(SMALL, group)))):
         work = Work(rows, ints(2, 5), ints(1, 4), 2)
-        plan = Plan(ints(2), ints(1), ints(1, 1), ints(1), [work])
+        plan = Plan(ints(2), ints(1), ints(1), ints(1, 1), ints(1), [work])
         launches = attention(query, out, storage, 0, plan, work, scale=1.0, window=shape.window, softcap=shape.softcap)
         for name, launch in zip(("attend", "merge"), launches, strict=True):
             yield f"{name} {path}", path == "decode", launch

@@ -65,6 +65,7 @@ class TritonLayers:
         query = qkv.new_empty(tokens, heads, dim)
         rope = None if layer.rope is None else cos_sin[layer.rope]
         qkv = qkv.view(tokens, heads + 2 * kv_heads, dim)
+        inputs = inputs.groups[storage.groups.of[number]]
         writing(qkv, query, storage, number, inputs, norm=layer.qk_norm, cos_sin=rope).run()
         attended = self.attention.attend(
             query,

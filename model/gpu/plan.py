@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kvpool.formats import BLOCK_SIZES
 from model.inputs import Ints, StepInputs, to_device
 
 SMALL, LARGE = 16, 64
@@ -57,10 +58,13 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What all layers of a window share. Tensors are int32 on the device; see `StepInputs` for the first three."""
+    """What all layers of a group and its window share. Tensors are int32 on the device; see `StepInputs` for the first
+    two."""
 
     row_starts: Tensor
     starts: Tensor
+    gone: Tensor
+    """[R] blocks at the beginning of each row that none of its queries sees, and `tables` has not."""
     tables: Tensor
     """Rows one behind the other."""
     width: Tensor
@@ -72,20 +76,24 @@ def plan(inputs: StepInputs, window: int | None, kv_heads: int, group: int, prog
     """`group` query heads read one key head; `programs` is how many the GPU runs at once."""
     small = power(SMALL, group)
     few = inputs.counts <= small // group
-    cuts = [
-        (rows, *cut(inputs, chosen, rows // group, window, kv_heads, programs))
-        for chosen, rows in ((np.flatnonzero(few), small), (np.flatnonzero(~few), max(LARGE, small)))
-        if len(chosen)
-    ]
+    cuts = inputs.common(
+        ("cuts", window, kv_heads, group, programs),
+        lambda: [
+            (rows, *cut(inputs, chosen, rows // group, window, kv_heads, programs))
+            for chosen, rows in ((np.flatnonzero(few), small), (np.flatnonzero(~few), max(LARGE, small)))
+            if len(chosen)
+        ],
+    )
     pairs = [array for _, *pair in cuts for array in pair]
-    arrays = [*_heads(inputs), *pairs, inputs.tables]
+    heads = _heads(inputs, window)
+    arrays = [*heads, *pairs, _seen(inputs.tables, *heads[2:])]
     packed, begins = _pack(arrays)
-    row_starts, starts, width, *moved, tables = _views(to_device(packed, inputs.device), begins, arrays)
+    row_starts, starts, gone, width, *moved, tables = _views(to_device(packed, inputs.device), begins, arrays)
     works = [
         Work(rows, items, merges, int(merged[:, 3].sum()))
         for (rows, _, merged), items, merges in zip(cuts, moved[::2], moved[1::2], strict=True)
     ]
-    return Plan(row_starts, starts, tables, width, works)
+    return Plan(row_starts, starts, gone, tables, width, works)
 
 
 class Reserved:
@@ -108,28 +116,33 @@ class Reserved:
         self._window, self._kv_heads, self._group, self._programs = window, kv_heads, group, programs
         more = WAVES * programs // kv_heads
         merged = min(rows, more)
-        shapes = [(rows + 1,), (rows,), (1,), (rows + more, COLUMNS), (merged, 4)]
+        if window is not None:
+            columns = min(columns, up(window, BLOCK_SIZES[0]) + 1)
+        shapes = [(rows + 1,), (rows,), (rows,), (1,), (rows + more, COLUMNS), (merged, 4)]
         self._spare = [np.zeros(shape, np.int64) for shape in shapes]
-        self._spare[3][:] = (0, 1, 0, 0, -1)
-        self._spare[4][:] = (0, 1, 0, 0)
+        self._spare[4][:] = (0, 1, 0, 0, -1)
+        self._spare[5][:] = (0, 1, 0, 0)
         whole = [*self._spare, np.zeros((rows, columns), np.int64)]
         packed, begins = _pack(whole)
         self._flat = torch.from_numpy(packed).to(device)
-        row_starts, starts, width, items, merges, tables = _views(self._flat, begins, whole)
+        row_starts, starts, gone, width, items, merges, tables = _views(self._flat, begins, whole)
         work = Work(power(SMALL, group), items, merges, more + merged)
-        self.plan = Plan(row_starts, starts, tables, width, [work])
+        self.plan = Plan(row_starts, starts, gone, tables, width, [work])
 
     def fill(self, inputs: StepInputs) -> None:
         """Let `plan` be that of a step, without waiting for the device."""
         rows = self.plan.works[0].rows
         every = np.arange(len(inputs.counts))
-        pair = cut(inputs, every, rows // self._group, self._window, self._kv_heads, self._programs)
-        arrays = []
-        for array, spare in zip([*_heads(inputs), *pair], self._spare, strict=True):
+        pair = inputs.common(
+            ("cut", rows, self._window, self._kv_heads, self._group, self._programs),
+            lambda: cut(inputs, every, rows // self._group, self._window, self._kv_heads, self._programs),
+        )
+        heads, arrays = _heads(inputs, self._window), []
+        for array, spare in zip([*heads, *pair], self._spare, strict=True):
             whole = spare.copy()
             whole[: len(array)] = array
             arrays.append(whole)
-        packed = torch.from_numpy(_pack([*arrays, inputs.tables])[0])
+        packed = torch.from_numpy(_pack([*arrays, _seen(inputs.tables, *heads[2:])])[0])
         target = self._flat[: len(packed)]
         target.copy_(packed.pin_memory() if target.is_cuda else packed, non_blocking=True)
 
@@ -163,8 +176,22 @@ def cut(
     return items[np.argsort(from_ - to, kind="stable")], merges
 
 
-def _heads(inputs: StepInputs) -> list[Ints]:
-    return [inputs.row_starts, inputs.starts, np.array([inputs.tables.shape[1]])]
+def _heads(inputs: StepInputs, window: int | None) -> list[Ints]:
+    """Of a plan: row_starts, starts, gone, width."""
+    gone = np.zeros_like(inputs.starts)
+    width = inputs.tables.shape[1]
+    if window is not None:
+        gone = np.maximum(inputs.starts - window + 1, 0) // inputs.block_size
+        width = int((up(inputs.contexts, inputs.block_size) - gone).max())
+    return [inputs.row_starts, inputs.starts, gone, np.array([width])]
+
+
+def _seen(tables: Ints, gone: Ints, width: Ints) -> Ints:
+    """The blocks that rows see, [R, width]."""
+    if not gone.any():
+        return tables
+    columns = np.minimum(gone[:, None] + np.arange(int(width[0])), tables.shape[1] - 1)
+    return np.take_along_axis(tables, columns, 1)
 
 
 def _pack(arrays: list[Ints]) -> tuple[npt.NDArray[np.int32], list[int]]:

@@ -90,7 +90,7 @@ inline void attend(const Attended& t, const Rows& rows, const Item& item, Scratc
   }
   clear(s, lanes, dim);
   if (item.state >= 0) restore(s, used, dim, t.parts + item.state);
-  const int64_t* table = rows.tables + item.row * rows.table_stride;
+  const int64_t* table = rows.table(t.group, item.row);
   if (!few)
     many_lanes<Stored>(t, table, item.head, item.begin, item.end, lanes, positions, s);
   else
@@ -124,7 +124,7 @@ inline void attend(const Attended& t, const Rows& rows, const Portions& cut, con
     for (int64_t lane = 0; lane < rows.counts[members[m]] * shared; lane++) put(members[m], lane);
   while (lanes % W) put(members[0], 0);
   clear(s, lanes, dim);
-  many_lanes<Stored>(t, rows.tables + members[0] * rows.table_stride, c.head, c.begin, c.end, lanes, positions, s);
+  many_lanes<Stored>(t, rows.table(t.group, members[0]), c.head, c.begin, c.end, lanes, positions, s);
   int lane = 0;
   for (int m = 0; m < c.count; m++) {
     const int64_t count = rows.counts[members[m]] * shared;

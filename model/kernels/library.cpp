@@ -81,15 +81,16 @@ struct Matrix : torch::CustomClassHolder {
 
 using Handle = c10::intrusive_ptr<Matrix>;
 
-// `ints` [5, tokens] and the rows' arrays are those of StepInputs.
+// Those of StepInputs: blocks [groups, tokens], tables [groups, rows, columns].
 octavo::Rows rows_of(const Tensor& blocks, const Tensor& offsets, const Tensor& row_starts, const Tensor& starts,
                      const Tensor& counts, const Tensor& tables) {
-  const int64_t tokens = blocks.size(0), rows = starts.size(0);
-  checked(blocks, at::kLong, {tokens}, "blocks"), checked(offsets, at::kLong, {tokens}, "offsets");
+  TORCH_CHECK(blocks.dim() == 2 && tables.dim() == 3, "blocks and tables must be those of all groups");
+  const int64_t groups = blocks.size(0), tokens = blocks.size(1), rows = starts.size(0);
+  checked(blocks, at::kLong, {groups, tokens}, "blocks"), checked(offsets, at::kLong, {tokens}, "offsets");
   checked(row_starts, at::kLong, {rows + 1}, "row_starts"), checked(starts, at::kLong, {rows}, "starts");
-  checked(counts, at::kLong, {rows}, "counts"), checked(tables, at::kLong, {rows, tables.size(1)}, "tables");
-  return {tokens, rows, pointer<int64_t>(blocks), pointer<int64_t>(offsets), pointer<int64_t>(row_starts),
-          pointer<int64_t>(starts), pointer<int64_t>(counts), pointer<int64_t>(tables), tables.size(1)};
+  checked(counts, at::kLong, {rows}, "counts"), checked(tables, at::kLong, {groups, rows, tables.size(2)}, "tables");
+  return {groups, tokens, rows, pointer<int64_t>(blocks), pointer<int64_t>(offsets), pointer<int64_t>(row_starts),
+          pointer<int64_t>(starts), pointer<int64_t>(counts), pointer<int64_t>(tables), tables.size(2)};
 }
 
 // tiles [blocks, kv_heads, block_size, dim], or where they are codes uint8 [blocks, kv_heads, tile_bytes].
@@ -180,20 +181,33 @@ struct Decoder : torch::CustomClassHolder {
   }
 
   // x [tokens, hidden] float32 becomes the residual stream after the last layer; keys and values go to the pool.
-  // keys and values: a plane of a layer behind the other; fit [layers, 4, kv_heads, dim]. cos_sin: cos and sin [tokens, half] of each rotary table.
+  // keys and values: a plane of a slot behind the other; fit [layers, 4, kv_heads, dim]; places [layers, 2]: slot and
+  // group. cos_sin: cos and sin [tokens, half] of each rotary table.
   void forward(const Tensor& x, const Tensor& keys, const Tensor& values, const optional<Tensor>& fit,
-               int64_t block_size, const std::vector<Tensor>& cos_sin, const Tensor& blocks, const Tensor& offsets,
-               const Tensor& row_starts, const Tensor& starts, const Tensor& counts, const Tensor& tables) {
+               int64_t block_size, const Tensor& places, const std::vector<Tensor>& cos_sin, const Tensor& blocks,
+               const Tensor& offsets, const Tensor& row_starts, const Tensor& starts, const Tensor& counts,
+               const Tensor& tables) {
     const octavo::Rows rows = rows_of(blocks, offsets, row_starts, starts, counts, tables);
     const int64_t tokens = rows.tokens;
     checked(x, at::kFloat, {tokens, g.hidden}, "x");
-    TORCH_CHECK(keys.size(0) == (int64_t)layers.size() && keys.scalar_type() == values.scalar_type() &&
+    const int64_t count = int64_t(layers.size());
+    checked(places, at::kLong, {count, 2}, "places");
+    TORCH_CHECK(keys.size(0) == values.size(0) && keys.scalar_type() == values.scalar_type() &&
                     keys.stride(0) == values.stride(0),
-                "the pool has another shape than the model");
-    const octavo::Pool kv{pool_kind(keys), block_size,
-                          keys_of(keys[0], fit, keys.size(0), g.kv_heads, block_size, g.dim),
+                "keys and values must be of one type and lie alike");
+    const octavo::Pool kv{pool_kind(keys), block_size, keys_of(keys[0], fit, count, g.kv_heads, block_size, g.dim),
                           plane_of(values[0], g.kv_heads, block_size, g.dim, "values"),
-                          int64_t(keys.stride(0) * keys.element_size()), 4 * g.kv_heads * g.dim};
+                          int64_t(keys.stride(0) * keys.element_size()), 4 * g.kv_heads * g.dim,
+                          pointer<int64_t>(places)};
+    std::vector<int64_t> groups[2];  // of layers without a window, and with
+    for (int64_t number = 0; number < count; number++) {
+      const int64_t group = kv.group(number);
+      TORCH_CHECK(0 <= kv.places[2 * number] && kv.places[2 * number] < keys.size(0) && 0 <= group &&
+                      group < rows.groups,
+                  "the pool has another shape than the model");
+      std::vector<int64_t>& all = groups[layers[number].window != 0];
+      if (std::find(all.begin(), all.end(), group) == all.end()) all.push_back(group);
+    }
     std::vector<octavo::Rotary> rotaries;
     for (size_t i = 0; i + 1 < cos_sin.size(); i += 2) {
       const int64_t half = cos_sin[i].size(-1);
@@ -207,8 +221,8 @@ struct Decoder : torch::CustomClassHolder {
     const size_t phases = octavo::COUNTED * layers.size();
     if (counters.size() != phases) counters = std::vector<std::atomic<int64_t>>(phases);
     for (auto& counter : counters) counter = 0;
-    const octavo::Workspace workspace = reserve(rows, kv.block_size);
-    const octavo::Decode decode{g, layers.data(), (int64_t)layers.size(), kv, rows, rotaries.data(), pointer<float>(x),
+    const octavo::Workspace workspace = reserve(rows, groups, kv.block_size);
+    const octavo::Decode decode{g, layers.data(), count, kv, rows, rotaries.data(), pointer<float>(x),
                                 workspace};
     parallel([&](const octavo::Thread& t) { kernels.decode(decode, t); }, timed ? &laps : nullptr);
   }
@@ -223,9 +237,11 @@ struct Decoder : torch::CustomClassHolder {
     return all;
   }
 
-  octavo::Workspace reserve(const octavo::Rows& rows, int64_t block_size) {
-    int64_t floats = kernels.cut(rows, g, 0, block_size, cuts[0]);
-    if (window) floats = std::max(floats, kernels.cut(rows, g, window, block_size, cuts[1]));
+  octavo::Workspace reserve(const octavo::Rows& rows, const std::vector<int64_t>* groups, int64_t block_size) {
+    int64_t floats = 0;
+    for (int cut = 0; cut < 2; cut++)
+      if (!groups[cut].empty())
+        floats = std::max(floats, kernels.cut(rows, g, cut ? window : 0, groups[cut], block_size, cuts[cut]));
     const int64_t q = g.heads * g.dim, width = q + 2 * g.kv_heads * g.dim;
     const int64_t widths[] = {g.hidden, width, q, g.intermediate, g.hidden, 1};
     int64_t encoded = 0;
@@ -255,11 +271,11 @@ Tensor attention(const Tensor& query, const Tensor& keys, const Tensor& values, 
   g.heads = heads, g.kv_heads = kv_heads, g.dim = dim;
   octavo::Portions cut;
   Tensor out = at::empty_like(query);
-  Tensor parts = at::empty({kernels.cut(rows, g, window, block_size, cut)}, at::kFloat);
+  Tensor parts = at::empty({kernels.cut(rows, g, window, {0}, block_size, cut)}, at::kFloat);
   const octavo::Attended attended{pointer<float>(query), heads * dim, pointer<float>(out),
                                   keys_of(keys, fit, 1, kv_heads, block_size, dim),
                                   plane_of(values, kv_heads, block_size, dim, "values"), block_size, heads, kv_heads,
-                                  dim, window, float(scale), float(softcap), pointer<float>(parts)};
+                                  dim, window, 0, float(scale), float(softcap), pointer<float>(parts)};
   const Kind kind = pool_kind(keys);
   std::atomic<int64_t> counter{0};
   octavo::Barrier barrier;

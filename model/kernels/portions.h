@@ -14,22 +14,26 @@
 
 namespace OCTAVO_ISA {
 
-// Keys that rows [first, last) of `order` have in common, in whole tiles, all before any of their queries.
-inline int64_t common_keys(const Rows& rows, const int32_t* first, const int32_t* last, int64_t block_size) {
-  const int64_t* table = rows.tables + *first * rows.table_stride;
+// Keys that rows [first, last) of `order` have in common in all these groups, in whole tiles, all before any of their
+// queries.
+inline int64_t common_keys(const Rows& rows, const std::vector<int64_t>& groups, const int32_t* first,
+                           const int32_t* last, int64_t block_size) {
   int64_t keys = rows.starts[*first];
   for (const int32_t* row = first + 1; row < last; row++) {
-    const int64_t* other = rows.tables + *row * rows.table_stride;
     keys = std::min(keys, rows.starts[*row]);
-    keys = std::min(keys, (std::mismatch(table, table + keys / block_size, other).first - table) * block_size);
+    for (int64_t group : groups) {
+      const int64_t *table = rows.table(group, *first), *other = rows.table(group, *row);
+      keys = std::min(keys, (std::mismatch(table, table + keys / block_size, other).first - table) * block_size);
+    }
   }
   return keys / KEYS * KEYS;
 }
 
 // Find rows that begin in the same blocks: their members and commons, and how many keys of each row are in those.
-inline void find_common(const Rows& rows, const octavo::Geometry& g, int64_t block_size, Portions& to) {
+inline void find_common(const Rows& rows, const octavo::Geometry& g, const std::vector<int64_t>& groups,
+                        int64_t block_size, Portions& to) {
   const int64_t shared = g.heads / g.kv_heads, block = KEYS / block_size - 1;  // the last one of the first tile
-  const auto id = [&](int32_t row) { return rows.tables[row * rows.table_stride + block]; };
+  const auto id = [&](int32_t row) { return rows.table(groups[0], row)[block]; };
   std::vector<int32_t>& order = to.order;
   order.clear();
   for (int32_t row = 0; row < rows.rows; row++)
@@ -37,7 +41,7 @@ inline void find_common(const Rows& rows, const octavo::Geometry& g, int64_t blo
   std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) { return id(a) < id(b); });
   for (auto first = order.begin(), last = first; first != order.end(); first = last) {
     last = std::find_if(first, order.end(), [&](int32_t row) { return id(row) != id(*first); });
-    const int64_t keys = last - first > 1 ? common_keys(rows, &*first, &*first + (last - first), block_size) : 0;
+    const int64_t keys = last - first > 1 ? common_keys(rows, groups, &*first, &*first + (last - first), block_size) : 0;
     if (keys == 0) continue;
     for (auto row = first; row != last;) {
       const int32_t member = int32_t(to.members.size());
@@ -55,14 +59,15 @@ inline void find_common(const Rows& rows, const octavo::Geometry& g, int64_t blo
 }
 
 // Returns the floats of all parts. An item's keys lie within one span of its row.
-inline int64_t cut(const Rows& rows, const octavo::Geometry& g, int64_t window, int64_t block_size, Portions& to) {
+inline int64_t cut(const Rows& rows, const octavo::Geometry& g, int64_t window, const std::vector<int64_t>& groups,
+                   int64_t block_size, Portions& to) {
   constexpr int64_t SPAN = octavo::SPAN;
   const int64_t shared = g.heads / g.kv_heads, most = LANES / shared;
   int64_t floats = 0;
   to.items.clear(), to.later.clear(), to.merges.clear(), to.members.clear(), to.commons.clear();
   to.common.assign(rows.rows, 0);
   to.slots.assign(rows.rows, {});
-  if (!window && rows.rows > 1 && KEYS % block_size == 0) find_common(rows, g, block_size, to);
+  if (!window && rows.rows > 1 && KEYS % block_size == 0) find_common(rows, g, groups, block_size, to);
   for (int32_t row = 0; row < rows.rows; row++)
     for (int64_t first = 0; first < rows.counts[row]; first += most) {
       const int64_t count = std::min(most, rows.counts[row] - first), start = rows.starts[row] + first;

@@ -63,11 +63,13 @@ struct Plane {
 struct Pool {
   Kind kind;  // int8: codes
   int64_t block_size;
-  Plane keys, values;   // of the first layer
-  int64_t layer_bytes;  // from one layer's to the next layer's
-  int64_t layer_fit;    // the same of Plane::fit, in floats
+  Plane keys, values;     // of the first slot and layer
+  int64_t slot_bytes;     // from one slot's to the next one's
+  int64_t layer_fit;      // of Plane::fit, from one layer's to the next one's, in floats
+  const int64_t* places;  // [layers, 2]: slot and group; see kvpool/groups.py
+  int64_t group(int64_t number) const { return places[2 * number + 1]; }
   Plane layer(Plane first, int64_t number) const {
-    first.data += number * layer_bytes;
+    first.data += places[2 * number] * slot_bytes;
     if (first.fit) first.fit += number * layer_fit;
     return first;
   }
@@ -75,11 +77,13 @@ struct Pool {
 
 // The rows of a step; names and meaning as in model/inputs.py.
 struct Rows {
-  int64_t tokens, rows;
-  const int64_t *blocks, *offsets;                    // [tokens]
+  int64_t groups, tokens, rows;
+  const int64_t* blocks;                              // [groups, tokens]
+  const int64_t* offsets;                             // [tokens]
   const int64_t *row_starts, *starts, *counts;        // [rows]
-  const int64_t* tables;                              // [rows, table_stride]
+  const int64_t* tables;                              // [groups, rows, table_stride]
   int64_t table_stride;
+  const int64_t* table(int64_t group, int64_t row) const { return tables + (group * rows + row) * table_stride; }
 };
 
 // Part of an attention: queries of one row that share a key head, over a span of its keys.
@@ -210,7 +214,7 @@ struct Attended {
   int64_t query_stride;
   float* out;          // [tokens, heads * dim]
   Plane keys, values;
-  int64_t block_size, heads, kv_heads, dim, window;
+  int64_t block_size, heads, kv_heads, dim, window, group;
   float scale, softcap;
   float* parts;
   int64_t shared() const { return heads / kv_heads; }
@@ -228,7 +232,9 @@ struct Kernels {
   void (*pack_panel)(const Matrix& m, int64_t panel, const float* rows, int64_t stride);
   void (*encode)(const Matrix& m, const Operand& x, int64_t row);
   void (*multiply)(const Matrix& m, const Operand& x, int64_t rows, float* y, std::atomic<int64_t>& next);
-  int64_t (*cut)(const Rows& rows, const Geometry& g, int64_t window, int64_t block_size, Portions& to);
+  // `groups`: those whose layers have this window.
+  int64_t (*cut)(const Rows& rows, const Geometry& g, int64_t window, const std::vector<int64_t>& groups,
+                 int64_t block_size, Portions& to);
   void (*attend)(const Attended& a, Kind kind, const Rows& rows, const Portions& cut, std::atomic<int64_t>& counter,
                  Barrier& barrier, const Thread& t);
   void (*decode)(const Decode& d, const Thread& t);

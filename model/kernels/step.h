@@ -200,7 +200,7 @@ struct Step : octavo::Decode {
         }
       }
       for (int64_t head = 0; head < g.kv_heads; head++) {
-        const int64_t block = rows.blocks[row], slot = rows.offsets[row];
+        const int64_t block = rows.blocks[pool.group(number) * rows.tokens + row], slot = rows.offsets[row];
         float* key = qkv + q + head * g.dim;
         write_head(pool, pool.layer(pool.keys, number), block, g.kv_heads, head, slot, key, g.dim, true);
         write_head(pool, pool.layer(pool.values, number), block, g.kv_heads, head, slot, key + kv, g.dim, false);
@@ -212,8 +212,8 @@ struct Step : octavo::Decode {
   void attention(const Thread& t, const Layer& layer, int64_t number) const {
     const int64_t width = (g.heads + 2 * g.kv_heads) * g.dim;
     const Attended attended{w.qkv, width, w.attended, pool.layer(pool.keys, number), pool.layer(pool.values, number),
-                            pool.block_size, g.heads, g.kv_heads, g.dim, layer.window, g.attention_scale,
-                            g.attention_softcap, w.parts};
+                            pool.block_size, g.heads, g.kv_heads, g.dim, layer.window, pool.group(number),
+                            g.attention_scale, g.attention_softcap, w.parts};
     attend_all(attended, pool.kind, rows, *w.cuts[layer.window != 0], next(), *w.barrier, t);
   }
 

@@ -12,7 +12,7 @@ from kvpool.prefix import ROOT, Node, PrefixMap, chain_digest, pack, same_prefix
 def chain(*payloads: bytes, salt: bytes = b"") -> Node:
     node: Node | None = None
     for payload in payloads:
-        node = Node(0, chain_digest(node.digest if node else ROOT, payload, salt), node, payload, salt)
+        node = Node([0], chain_digest(node.digest if node else ROOT, payload, salt), node, payload, salt)
     assert node is not None
     return node
 
@@ -52,9 +52,9 @@ def test_same_prefix_compares_whole_chains() -> None:
 def test_a_collision_is_no_hit(what: str) -> None:
     """Two links under one digest, alike in all but one respect."""
     entries = PrefixMap(4)
-    parent = entries.insert(1, b"root", None, pack([1]), b"")
-    other = Node(0, b"root", None, pack([9]), b"")
-    entries.insert(2, b"same", parent, pack([2]), b"")
+    parent = entries.register([1], b"root", None, pack([1]), b"")
+    other = Node([0], b"root", None, pack([9]), b"")
+    entries.register([2], b"same", parent, pack([2]), b"")
     assert entries.find(b"same", parent, pack([2]), b"") is entries.of[2]
     if what == "tokens":
         assert entries.find(b"same", parent, pack([3]), b"") is None
@@ -67,10 +67,10 @@ def test_a_collision_is_no_hit(what: str) -> None:
 
 def test_the_second_prefix_of_a_digest_stays_unfindable() -> None:
     entries = PrefixMap(4)
-    first = entries.insert(1, b"same", None, pack([1]), b"")
-    second = entries.insert(2, b"same", None, pack([2]), b"")
+    first = entries.register([1], b"same", None, pack([1]), b"")
+    second = entries.register([2], b"same", None, pack([2]), b"")
     assert entries.find(b"same", None, pack([1]), b"") is first
-    assert second.block == 0
+    assert second.blocks == [0]
     assert entries.of[2] is None
 
 
@@ -79,12 +79,12 @@ def test_a_child_is_found_below_a_parent_that_was_computed_again() -> None:
     entries = PrefixMap(4)
     digests = [chain_digest(ROOT, pack([1]), b"")]
     digests.append(chain_digest(digests[0], pack([2]), b""))
-    old = entries.insert(1, digests[0], None, pack([1]), b"")
-    child = entries.insert(2, digests[1], old, pack([2]), b"")
+    old = entries.register([1], digests[0], None, pack([1]), b"")
+    child = entries.register([2], digests[1], old, pack([2]), b"")
     entries.drop(1)
-    assert old.block == 0
+    assert old.blocks == [0]
     assert entries.find(digests[0], None, pack([1]), b"") is None
-    new = entries.insert(3, digests[0], None, pack([1]), b"")
+    new = entries.register([3], digests[0], None, pack([1]), b"")
     assert entries.find(digests[1], new, pack([2]), b"") is child
     assert child.parent is new
     assert entries.find(digests[1], old, pack([2]), b"") is child
@@ -94,9 +94,9 @@ def test_a_child_is_found_below_a_parent_that_was_computed_again() -> None:
 
 def test_a_block_is_filed_once() -> None:
     entries = PrefixMap(4)
-    entries.insert(1, b"one", None, pack([1]), b"")
+    entries.register([1], b"one", None, pack([1]), b"")
     with pytest.raises(PoolCorrupt, match="block 1 is already registered"):
-        entries.insert(1, b"two", None, pack([2]), b"")
+        entries.register([1], b"two", None, pack([2]), b"")
     entries.drop(1)
     entries.drop(1)
     assert len(entries) == 0
@@ -104,25 +104,25 @@ def test_a_block_is_filed_once() -> None:
 
 def test_check_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     entries = PrefixMap(4)
-    node = entries.insert(1, chain_digest(ROOT, pack([1, 2]), b""), None, pack([1, 2]), b"")
+    node = entries.register([1], chain_digest(ROOT, pack([1, 2]), b""), None, pack([1, 2]), b"")
     entries.check(2)
     with pytest.raises(PoolCorrupt, match="block 1 is not full"):
         entries.check(3)
-    node.block = 2
+    node.blocks = [2]
     with pytest.raises(PoolCorrupt, match="block 1 and its entry disagree"):
         entries.check(2)
-    node.block = 1
+    node.blocks = [1]
     with monkeypatch.context() as patch:
         patch.setattr(prefix, "chain_digest", lambda parent, payload, salt: b"other")
         with pytest.raises(PoolCorrupt, match="wrong digest"):
             entries.check(2)
     entries.of[1] = None
-    with pytest.raises(PoolCorrupt, match="1 entries for 0 blocks"):
+    with pytest.raises(PoolCorrupt, match="1 entries of 1 blocks, 0 registered"):
         entries.check(2)
 
 
 def test_a_long_chain_is_freed_without_recursion() -> None:
     node: Node | None = None
     for _ in range(200_000):
-        node = Node(0, b"", node, b"", b"")
+        node = Node([0], b"", node, b"", b"")
     del node

@@ -34,13 +34,13 @@ EXACT = Precision(torch.float32, torch.float32, FORMATS["float32"])
 CPU = torch.device("cpu")
 
 
-def build(family: str, folder: Path) -> None:
+def build(family: str, folder: Path, **changes: Any) -> None:
     """Save a tiny model whose weights are so large that its logits are far apart.
 
     Embeddings are small: where they are tied to the head, a model would else repeat its last token for ever.
     """
     name = FAMILIES[family][0].removesuffix("Text")
-    module = getattr(transformers, f"{name}ForCausalLM")(tiny_config(family))
+    module = getattr(transformers, f"{name}ForCausalLM")(tiny_config(family, **changes))
     generator = torch.Generator().manual_seed(sum(family.encode()))
     with torch.no_grad():
         for key, parameter in module.named_parameters():
@@ -77,8 +77,10 @@ def make_runner(
     precision: Precision = EXACT,
     num_blocks: int = 64,
     max_tokens: int = 512,
+    grouped: bool = False,
 ) -> Runner:
-    """A runner over a pool of its own. `compiled`: with the kernels for this processor, else in plain torch."""
+    """A runner over a pool of its own. `compiled`: with the kernels for this processor, else in plain torch. `grouped`:
+    layers of one window share pages, so that there are `num_blocks` for each group."""
     source = ModelSource("folder", folder, "tiny")
     config = read_config(source)
     if not native:
@@ -91,7 +93,10 @@ def make_runner(
     with torch.inference_mode():
         model = load_model(source, config, attention, precision, CPU, config.max_position_embeddings)
     config = model.config
-    storage = KVStorage(KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, precision.kv), num_blocks)
+    layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, precision.kv)
+    if grouped:
+        layout = replace(layout, windows=config.windows)
+    storage = KVStorage(layout, num_blocks * len(layout.groups.windows))
     poison(storage)  # what memory happened to hold must not matter
     return Runner(model, storage, max_tokens, precision.kernels)
 
@@ -118,7 +123,7 @@ class Driver:
     tracks: list[Track] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.pool = KVPool(self.runner.storage.num_blocks, 16)
+        self.pool = KVPool(self.runner.storage.num_blocks, 16, windows=self.runner.storage.groups.windows)
 
     def add(self, prompt: list[int], *, cached: bool = False) -> Track:
         """`cached`: begin with what the pool knows of the prompt."""
@@ -146,12 +151,14 @@ class Driver:
             self._follow_rope(track)
             count = min(chunk, len(track.tokens) - track.computed)
             assert self.pool.extend(track.table, track.computed + count, track.computed)
-            blocks = track.table.blocks
+            blocks, more = track.table.blocks, track.table.more
             rows.append(Row(track.tokens, track.prompt_len, track.computed, count, blocks, track.params, track.index))
+            rows[-1].more = more
         result = self.runner.execute(Batch(rows, self.pool.take_copies())).result()
         for track, row, drawn in zip(running, rows, result.tokens, strict=True):
             track.computed += row.count
             self.pool.commit(track.table, track.tokens, track.computed, self._salt(track.tokens))
+            self.pool.slide(track.table, track.computed)
             assert len(drawn) == (track.computed == len(track.tokens))
             track.tokens += drawn
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvpool.formats import FORMATS, KVLayout
+from kvpool.groups import Windows
 from kvpool.storage import KVStorage
 from model.attention.base import Attention
 from model.batch import Batch, Row
@@ -46,7 +47,7 @@ ATTENTION = FakeAttention()
 
 
 class FakeModel:
-    """Writes (token + position) to the pool; the state of a token is what its row has there."""
+    """Writes (token + position) to the pool; the state of a token is what its row has there, in all groups."""
 
     def __init__(self) -> None:
         self.config = cast(ModelConfig, None)
@@ -55,7 +56,10 @@ class FakeModel:
         self.weight_bytes, self.reads_unwritten = 0, False
 
     def forward(self, inputs: StepInputs, storage: KVStorage) -> Tensor:
-        pool = storage.k[0][:, 0, :, 0]
+        return torch.stack([self._state(view, storage, group) for group, view in enumerate(inputs.groups)]).sum(0)
+
+    def _state(self, inputs: StepInputs, storage: KVStorage, layer: int) -> Tensor:
+        pool = storage.k[layer][:, 0, :, 0]
         pool[inputs.blocks, inputs.offsets] = (inputs.token_ids + inputs.positions).float()
         made: Plan = inputs.plan(KEY, lambda: plan(inputs, None, 1, 1, 3))
         hidden = torch.full((len(inputs.token_ids), 1), torch.nan)
@@ -94,31 +98,35 @@ class FakeRecorder:
         return out, replay
 
 
-def storage() -> KVStorage:
-    return KVStorage(KVLayout(1, 1, 2, FORMATS["float32"], SIZE), BLOCKS)
+def storage(windows: Windows = (None,)) -> KVStorage:
+    """A layer for each group."""
+    return KVStorage(KVLayout(len(windows), 1, 2, FORMATS["float32"], SIZE, windows), len(windows) * BLOCKS)
 
 
-def row(rng: random.Random, number: int, count: int = 1) -> Row:
-    """One of up to COLUMNS blocks, of which its neighbours have none."""
+def row(rng: random.Random, number: int, count: int = 1, groups: int = 1) -> Row:
+    """One of up to COLUMNS blocks in each group, of which its neighbours have none."""
     start = rng.randrange(COLUMNS * SIZE - count)
     tokens = [rng.randrange(50) for _ in range(start + count)]
-    blocks = [1 + number * COLUMNS + place for place in range(-(-len(tokens) // SIZE))]
-    return Row(tokens, len(tokens), start, count, blocks, GREEDY)
+    columns = range(-(-len(tokens) // SIZE))
+    blocks, *more = ([1 + (number * groups + group) * COLUMNS + place for place in columns] for group in range(groups))
+    return Row(tokens, len(tokens), start, count, blocks, GREEDY, more=more)
 
 
-def test_every_step_is_as_without_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("windows", [(None,), (None, 1000, 1001)])
+def test_every_step_is_as_without_graphs(monkeypatch: pytest.MonkeyPatch, windows: Windows) -> None:
     """What a step before it left in the same graph is gone; the pool is written where its rows are, and in block 0."""
     monkeypatch.setattr("model.gpu.plan.LEAST", 16)  # so that some contexts are split
     rng, recorder = random.Random(5), FakeRecorder()
-    plain, pools = FakeModel(), (storage(), storage())
+    plain, pools = FakeModel(), (storage(windows), storage(windows))
     graphs = Captured(plain, ATTENTION, pools[0], buckets(11), COLUMNS, recorder)
+    builders = [InputBuilder(11, SIZE, CPU, windows) for _ in pools]
     assert not recorder.runs
     for count in (3, 1, 11, 9, 10, 3, 4, 2, 8, 5, 1):
-        rows = [row(rng, number) for number in rng.sample(range(11), count)]
-        inputs = InputBuilder(11, SIZE, CPU).build(Batch(rows))
+        rows = [row(rng, number, groups=len(windows)) for number in rng.sample(range(11), count)]
+        inputs = builders[0].build(Batch(rows))
         fields = inputs.fields.clone()
         out = graphs.forward(inputs, pools[0])
-        expected = plain.forward(InputBuilder(11, SIZE, CPU).build(Batch(rows)), pools[1])
+        expected = plain.forward(builders[1].build(Batch(rows)), pools[1])
         assert torch.equal(out, expected)
         assert torch.equal(inputs.fields, fields)
         assert torch.equal(pools[0].k[0][1:], pools[1].k[0][1:])

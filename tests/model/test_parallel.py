@@ -31,21 +31,26 @@ from tests.model.parity import CPU, EXACT, build
 
 
 def logits(source: ModelSource, precision: Precision, group: Group | None = None) -> torch.Tensor:
-    """Of every position of three steps: a prompt, chunks, decoding."""
+    """Of every position of three steps: a prompt, chunks, decoding. On ranks layers of one window share blocks."""
     attention: Attention = ReferenceAttention() if precision.kernels is None else CpuAttention(precision.kernels)
     config = read_config(source)
     model = Decoder(config, open_weights(source, config), attention, precision, CPU, 64, group=group)
     config = model.config
-    storage = KVStorage(KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, precision.kv), 13)
+    layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, precision.kv)
+    if group is not None:
+        layout = replace(layout, windows=config.windows)
+    windows = layout.groups.windows
+    storage = KVStorage(layout, 1 + 12 * len(windows))
     poison(storage)
     out = []
     for rows in STEPS:
-        step = inputs(rows)
+        step = inputs(rows, windows)
         if model.reads_unwritten:
             clean(storage, step.opened)
         out.append(model.logits(model.forward(step, storage)))
     if group is not None:
-        assert storage.nbytes == 13 * 16 * 2 * config.num_layers * config.num_kv_heads * config.head_dim * 4
+        bytes_per_layer = 16 * 2 * config.num_kv_heads * config.head_dim * 4
+        assert storage.nbytes == storage.num_blocks * layout.groups.size * bytes_per_layer
     return torch.cat(out)
 
 

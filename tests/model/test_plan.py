@@ -79,3 +79,45 @@ def test_a_length_that_the_model_cannot_have(length: int) -> None:
 def test_a_budget_of_no_block_is_refused() -> None:
     with pytest.raises(BudgetError, match="raise --kv-cache-memory"):
         plan_capacity(llama(), given_budget(1000))
+
+
+GEMMA3_270M = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 640,
+    "intermediate_size": 2048,
+    "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 3,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 18,
+    "num_key_value_heads": 1,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-6,
+    "rope_local_base_freq": 10000.0,
+    "rope_theta": 1000000.0,
+    "sliding_window": 512,
+    "vocab_size": 262144,
+}
+
+
+def test_layers_that_slide_keep_their_window() -> None:
+    """Six groups of three layers: a user of n tokens has n / 16 pages in one, and a window and a block in five."""
+    config = config_from_json(GEMMA3_270M)
+    plan = plan_capacity(config, given_budget(4 * GIB), lengths=[256, 4096, 32768])
+    page = 16 * 3 * 2 * 256 * 2
+    pages = 4 * GIB // page - 1
+    assert plan.title.endswith("blocks of 16 tokens in 3 layers, 6 for all")
+    assert rows(plan)["bfloat16"] == [
+        "18,432",
+        "48",
+        "KiB",
+        f"{pages:,}",
+        f"{pages // 6 * 16:,}",
+        "1.00",
+        *(f"{pages // need:,}" for need in (6 * 16, 256 + 5 * 33, 2048 + 5 * 33)),
+    ]
+    whole = plan_capacity(
+        config_from_json(GEMMA3_270M | {"sliding_window": 32768}), given_budget(4 * GIB), lengths=[32768]
+    )
+    assert (plan.users(plan.pools[1])[-1], whole.users(whole.pools[1])[-1]) == (39, 7)

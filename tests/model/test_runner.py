@@ -101,7 +101,7 @@ def test_codes_take_less_and_want_heads_that_fit(tmp_path: Path) -> None:
     odd = replace(loaded.model_config, head_dim=24)
     precision = choose_precision("auto", "tq4", "bfloat16", torch.device("cpu"))
     with pytest.raises(ModelError, match=r"--kv-cache-dtype tq4: needs a head size that is a multiple of 16, not 24"):
-        _layout(odd, precision, RunnerOptions())
+        _layout(odd, precision, RunnerOptions(), 512)
 
 
 def test_the_context_is_cut_to_the_pool_and_says_so(folder: Path) -> None:
@@ -120,6 +120,29 @@ def test_a_context_that_was_asked_for_stays(folder: Path) -> None:
 def test_a_derived_budget_holds_what_the_users_can_use(folder: Path) -> None:
     loaded = load(folder, kv_cache_memory=None, max_num_seqs=2)
     assert loaded.num_blocks <= 1 + 2 * 512 // 16
+
+
+def test_layers_that_slide_share_pages(tmp_path: Path) -> None:
+    """Two groups of two layers, whose pages serve either; a longer context fits than where all layers keep all."""
+    build("gemma2", tmp_path)
+    lines: list[tuple[str, str]] = []
+    loaded = load(tmp_path, lines, kv_cache_memory=MIB // 2, max_num_batched_tokens=32)
+    assert loaded.windows == (None, 8)
+    said = "2 of 4 layers slide: a sequence keeps the blocks of its last 8 tokens in those"
+    assert ("kv cache", said) in lines
+    whole = load(tmp_path, lines, kv_cache_memory=MIB // 2, one_group=True)
+    assert whole.windows == (None,)
+    assert "blocks hold all layers, for a tier's sake" in lines[-3][1] + lines[-2][1]
+    pages = loaded.num_blocks - 1
+    assert (whole.num_blocks, pages) == (loaded.num_blocks // 2, loaded.num_blocks - 1)
+    assert whole.max_model_len == (whole.num_blocks - 1) * 16
+    assert loaded.max_model_len == min(512, (pages - 4) * 16)
+    given = prompts(TINY["vocab_size"], (9, 33))
+    driver = Driver(loaded.runner)
+    for prompt in given:
+        driver.add(prompt)
+    assert driver.run(16) == expected(tmp_path, given)
+    assert load(tmp_path, max_model_len=8).windows == (None,), "nobody outgrows the window"
 
 
 @pytest.mark.parametrize(

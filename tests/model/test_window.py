@@ -1,44 +1,47 @@
-"""A model whose layers all slide, in a pool that takes early blocks back: transformers' tokens, to the last one."""
+"""Models whose layers slide, in a pool that takes early blocks back: transformers' tokens, to the last one."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from kvpool.pool import BlockTable, KVPool
 from model.config_reader import read_config
 from model.source import ModelSource
 from tests.model.parity import Driver, build, expected, make_runner, prompts
 
 
-class Sliding(KVPool):
-    """Gives back as it commits, as the engine does."""
-
-    def commit(self, table: BlockTable, tokens: Sequence[int], num_computed: int, salt: bytes) -> None:
-        super().commit(table, tokens, num_computed, salt)
-        self.slide(table, num_computed)
-
-
 @pytest.mark.parametrize("compiled", [True, False])
-def test_tokens_are_those_of_transformers(tmp_path: Path, compiled: bool) -> None:
-    build("mistral", tmp_path)
+@pytest.mark.parametrize(("family", "groups"), [("mistral", 1), ("qwen2", 2), ("gemma2", 2), ("gemma3", 4)])
+def test_tokens_are_those_of_transformers(tmp_path: Path, family: str, groups: int, compiled: bool) -> None:
+    """Forks, a prefix that is found, chunks; prompts many times as long as the window."""
+    layer_types = {"layer_types": ["sliding_attention"] * 2 + ["full_attention", "sliding_attention"]}
+    build(family, tmp_path, **(layer_types if family == "gemma3" else {}))
     config = read_config(ModelSource("folder", tmp_path, "tiny"))
-    assert config.window == config.sliding_window == 32
     asked = prompts(config.vocab_size, (150, 40, 7, 129))
-    driver = Driver(make_runner(tmp_path, compiled=compiled, num_blocks=40))
-    driver.pool = Sliding(40, 16, window=config.window)
+    driver = Driver(make_runner(tmp_path, compiled=compiled, num_blocks=48, grouped=True))
+    pool = driver.pool
+    assert len(pool.windows) == groups
+    assert set(pool.windows) == set(config.windows)
     for prompt in asked:
         driver.add(prompt)
     for _ in range(12):
         driver.step(16)
-    assert driver.pool.usage().active <= 4 * driver.pool.most_held + 4, "a chunk and a window each"
-    driver.pool.check([track.table for track in driver.tracks])
-    assert driver.run(16) == expected(tmp_path, asked)
+    most = sum(pool.paging.pages(len(track.tokens), 16) for track in driver.tracks)
+    assert pool.usage().active <= most, "of what slides a window and a chunk each"
+    driver.fork(driver.tracks[0])
+    driver.add(asked[0], cached=True)
+    assert driver.tracks[-1].computed == 144
+    pool.check([track.table for track in driver.tracks])
+    right = expected(tmp_path, asked)
+    assert driver.run(16) == [*right, right[0], right[0]]
+    assert pool.usage().active == 0
 
 
-@pytest.mark.parametrize("family", ["qwen2", "gemma2", "llama"])
-def test_where_some_layer_sees_all_there_is_no_window(tmp_path: Path, family: str) -> None:
-    build(family, tmp_path)
-    assert read_config(ModelSource("folder", tmp_path, "tiny")).window is None
+def test_kinds_that_share_pages(tmp_path: Path) -> None:
+    """A window that no sequence outgrows is none."""
+    build("gemma2", tmp_path)
+    config = read_config(ModelSource("folder", tmp_path, "tiny"))
+    assert config.windows == (8, None, 8, None)
+    assert config.outgrown(9) == config.windows
+    assert config.outgrown(8) == (None,) * 4

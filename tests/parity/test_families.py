@@ -23,4 +23,5 @@ def test_every_family_equals_generate(family: str, way: str, tmp_path: Path) -> 
     right = [tokens[len(prompt) :] for prompt, tokens in zip(asked, expected(tmp_path, asked), strict=True)]
     assert len({tuple(answer) for answer in right}) > 1
     assert len(right[0]) == NEW_TOKENS
-    assert_parity(make_runner(tmp_path, native=way != "transformers", compiled=way != "torch"), asked, right)
+    runner = make_runner(tmp_path, native=way != "transformers", compiled=way != "torch", grouped=True)
+    assert_parity(runner, asked, right)

@@ -1,9 +1,9 @@
 """A fake runner with a real paged memory, and a driver that holds an engine against an oracle.
 
-The runner stores (token, position, kind of rotary factors) in slots, reads every row's context back through its block
-table and refuses to go on where it is not exactly the row's tokens. What it draws depends on what it read. So a block
-that is shared, freed, copied or recycled wrongly cannot pass, and any schedule must give the tokens that the oracle
-gives without an engine.
+The runner stores (token, position, kind of rotary factors, group of layers) in slots, reads every row's context back
+through its block tables and refuses to go on where it is not exactly the row's tokens. What it draws depends on what it
+read. So a block that is shared, freed, copied or recycled wrongly cannot pass, and any schedule must give the tokens
+that the oracle gives without an engine.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import random
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 
 import numpy as np
 import numpy.typing as npt
@@ -23,16 +24,16 @@ from model.batch import BAD_LOGITS, NO_TOKEN, Batch, Row, StepResult
 from model.grammar import Grammars
 from model.params import Logprob, SamplingParams
 from scheduler import estimate
-from scheduler.beams import most_tokens
 from scheduler.cost import CostModel
 from scheduler.engine import Engine, Message
 from scheduler.limits import Limits
 from scheduler.messages import Abort, BeamSearch, FinishReason, StepOutput, Submit
+from scheduler.refusal import longest
 from tests.scheduler.device import Device
 from tests.scheduler.searching import following, likeliest, search_slowly
 
 VOCAB = 40
-Cell = tuple[int, int, bool] | None
+Cell = tuple[int, int, bool, int] | None
 
 
 def draw(tokens: list[int], params: SamplingParams, index: int) -> int:
@@ -68,10 +69,10 @@ class FakeRunner:
         block_size: int,
         advance: Callable[[float], None],
         rope_switch: int | None,
-        window: int | None = None,
+        windows: tuple[int | None, ...] = (None,),
     ) -> None:
         self.draw = draw
-        self.window = window or 10**9
+        self.windows = [window or 10**9 for window in windows]  # of the groups of layers, the widest first
         self.switch = rope_switch or 10**9
         self.size = block_size
         self.memory: list[Cell] = [None] * (num_blocks * block_size)
@@ -97,20 +98,20 @@ class FakeRunner:
         owners: dict[int, int] = {}
         for number, row in enumerate(batch.rows):
             self._check(row)
-            for position in range(row.start, row.start + row.count + len(row.draft)):
-                block = row.blocks[position // size]
-                if owners.setdefault(block, number) != number:
-                    raise WrongContext(f"two rows write to block {block}")
+            for position, blocks in product(range(row.start, row.start + row.count + len(row.draft)), row.groups):
+                block = blocks[position // size]
+                if not block or owners.setdefault(block, number) != number:
+                    raise WrongContext(f"block {block} is not one that row {number} may write to")
                 # Half of a failed step was written: whoever retries must not trust it.
                 self.memory[block * size + position % size] = None
-        guilty = next((row for row in batch.rows if self.raises(row)), None)
-        if guilty is not None:
+        if guilty := next((row for row in batch.rows if self.raises(row)), None):
             raise ValueError(f"row at {guilty.start}\nand a second line")
         for row in batch.rows:
             known = row.tokens + row.draft
             for position in range(row.start, row.start + row.count + len(row.draft)):
-                cell = known[position], position, max(len(row.tokens), position + 1) > self.switch
-                self.memory[row.blocks[position // size] * size + position % size] = cell
+                for group, blocks in enumerate(row.groups):
+                    cell = known[position], position, max(len(row.tokens), position + 1) > self.switch, group
+                    self.memory[blocks[position // size] * size + position % size] = cell
         if batch.rows:
             self.batches.append([(row.start, row.count) for row in batch.rows])
             self.drafted += sum(len(row.draft) for row in batch.rows)
@@ -118,20 +119,19 @@ class FakeRunner:
         return Done(StepResult([r[0] for r in results], [r[1] for r in results], [r[2] for r in results]))
 
     def gather(self, blocks: Sequence[int]) -> npt.NDArray[np.uint8]:
-        """See `scheduler.tiering.BlockMemory`; a cell is 8 bytes."""
+        """See `scheduler.tiering.BlockMemory`; a cell, of one group, is 8 bytes."""
         cells = [self.memory[b * self.size : (b + 1) * self.size] for b in blocks]
         numbers = [[-1 if c is None else c[0] + (c[1] << 20) + (c[2] << 60) for c in block] for block in cells]
         return np.array(numbers, np.int64).view(np.uint8)
 
     def scatter(self, blocks: Sequence[int], content: npt.NDArray[np.uint8]) -> None:
         for block, row in zip(blocks, content.view(np.int64).tolist(), strict=True):
-            cells = [None if n < 0 else (n % (1 << 20), n >> 20 & (1 << 40) - 1, bool(n >> 60)) for n in row]
+            cells = [None if n < 0 else (n % (1 << 20), n >> 20 & (1 << 40) - 1, bool(n >> 60), 0) for n in row]
             self.memory[block * self.size : (block + 1) * self.size] = cells
 
     def _check(self, row: Row) -> None:
         end = row.start + row.count
-        first = max(0, row.start + 1 - self.window)
-        if row.count < 1 or end > len(row.tokens) or 0 in row.blocks[first // self.size :]:
+        if row.count < 1 or end > len(row.tokens) or len(set(map(len, row.groups))) != 1:
             raise WrongContext(f"impossible row {row}")
         if end + len(row.draft) > min(len(row.blocks) * self.size, row.prompt_len + row.params.max_tokens):
             raise WrongContext(f"row without room {row}")
@@ -139,13 +139,14 @@ class FakeRunner:
             raise WrongContext(f"row must not have a draft: {row}")
         if row.samples != (end == len(row.tokens) and row.params.max_tokens > 0):
             raise WrongContext(f"row must draw or must not: {row}")
-        for position in range(first, row.start):
-            cell = self.memory[row.blocks[position // self.size] * self.size + position % self.size]
-            if cell != (row.tokens[position], position, len(row.tokens) > self.switch):
-                raise WrongContext(f"position {position} holds {cell}, not {row.tokens[position]}")
+        for group, (window, blocks) in enumerate(zip(self.windows, row.groups, strict=True)):
+            for position in range(max(0, row.start + 1 - window), row.start):
+                cell = self.memory[blocks[position // self.size] * self.size + position % self.size]
+                if cell != (row.tokens[position], position, len(row.tokens) > self.switch, group):
+                    raise WrongContext(f"position {position} holds {cell}, not {row.tokens[position]}")
 
     def _read(self, row: Row, end: int) -> list[int]:
-        first = max(0, end - self.window)
+        first = max(0, end - self.windows[0])
         cells = [self.memory[row.blocks[p // self.size] * self.size + p % self.size] for p in range(first, end)]
         return row.tokens[:first] + [cell[0] for cell in cells if cell is not None]
 
@@ -195,19 +196,19 @@ class World:
         block_size: int = 4,
         prefix_caching: bool = True,
         limits: Limits | None = None,
-        window: int | None = None,
+        windows: tuple[int | None, ...] = (None,),
         tier: Tier | None = None,
         depth: int = 0,
     ) -> None:
         """`blocks`: usable ones. `tier`: of blocks of 8 bytes a token. `depth`: the engine's; 1 has a fake device."""
         self.now = 0.0
         self.limits = limits or Limits(max_num_seqs=16, max_num_batched_tokens=64, max_model_len=10_000)
-        self.pool = KVPool(blocks + 1, block_size, prefix_caching, window, tier)
-        self.runner = FakeRunner(blocks + 1, block_size, self._advance, self.limits.rope_switch, window)
+        self.pool = KVPool(blocks + 1, block_size, prefix_caching, windows, tier)
+        self.runner = FakeRunner(blocks + 1, block_size, self._advance, self.limits.rope_switch, windows)
         self.cost = CostModel()
         self.device = Device(self.runner, lambda: self.now) if depth else None
         self.engine = self.make_engine()
-        self.capacity = min(blocks * block_size, self.limits.max_model_len)
+        self.capacity = self.pool.paging.longest(blocks, self.limits.max_num_batched_tokens, self.limits.max_model_len)
         self.submits: dict[int, Submit] = {}
         self.streams: dict[tuple[int, int], Stream] = {}
         self.prompt_values: dict[int, list[Logprob]] = {}
@@ -352,9 +353,8 @@ class World:
             stream.tokens.append(self.runner.draw(submit.prompt_ids + stream.tokens, params, index))
 
     def _found(self, submit: Submit, search: BeamSearch) -> list[Stream]:
-        prompt, params = submit.prompt_ids, submit.params
-        most = most_tokens(len(prompt), search.width, self.pool.num_usable, self.pool.block_size)
-        most = min(params.max_tokens, min(most, self.limits.max_model_len) - len(prompt))
+        prompt, params, pool = submit.prompt_ids, submit.params, self.pool
+        most = min(params.max_tokens, longest(submit, self.limits, pool.paging, pool.num_usable) - len(prompt))
         found = search_slowly(
             search, params.stop_token_ids, most, lambda generated: following(prompt + generated, params.seed)
         )

@@ -35,11 +35,14 @@ class BlockInFlight(BaseException):
 class Launched:
     """A step of the device; see `model.batch.Pending`."""
 
-    def __init__(self, device: Device, number: int, batch: Batch, window: int) -> None:
+    def __init__(self, device: Device, number: int, batch: Batch, windows: Sequence[int]) -> None:
         size = device.size
         self.device, self.number = device, number
         self.launched = self.end = device.clock()
-        self.rows = [replace(row, tokens=row.tokens.copy(), blocks=row.blocks.copy()) for row in batch.rows]
+        self.rows = [
+            replace(row, tokens=row.tokens.copy(), blocks=row.blocks.copy(), more=[b.copy() for b in row.more])
+            for row in batch.rows
+        ]
         self.owners = [row.tokens for row in batch.rows]
         self.copies = batch.copies
         self.after = batch.after
@@ -49,8 +52,9 @@ class Launched:
         self.reads: list[tuple[int, list[int]]] = []
         for row, owner in zip(self.rows, self.owners, strict=True):
             end = row.start + row.count + len(row.draft)
-            self.writes |= dict.fromkeys(row.blocks[row.start // size : -(-end // size)], owner)
-            self.reads += [(b, owner) for b in row.blocks[max(0, row.start + 1 - window) // size : -(-end // size)]]
+            for window, blocks in zip(windows, row.groups, strict=True):
+                self.writes |= dict.fromkeys(blocks[row.start // size : -(-end // size)], owner)
+                self.reads += [(b, owner) for b in blocks[max(0, row.start + 1 - window) // size : -(-end // size)]]
         self.value = StepResult([], [], [])
         self.error: Exception | None = None
         self.lost = False
@@ -75,7 +79,8 @@ class Launched:
             self.lost = True
             for row in self.rows:
                 for position in range(row.start, row.start + row.count + len(row.draft)):
-                    runner.memory[row.blocks[position // runner.size] * runner.size + position % runner.size] = None
+                    for blocks in row.groups:
+                        runner.memory[blocks[position // runner.size] * runner.size + position % runner.size] = None
             count = len(self.rows)
             self.value = StepResult([[0] if row.samples else [] for row in self.rows], [[]] * count, [None] * count)
             return
@@ -108,7 +113,7 @@ class Device:
         if batch.rows:
             self.launched += 1
             self.log.append(("launch", self.launched))
-        step = Launched(self, self.launched, batch, self.runner.window)
+        step = Launched(self, self.launched, batch, self.runner.windows)
         self._refuse_what_flies(step)
         self.queue.append(step)
         if batch.rows:

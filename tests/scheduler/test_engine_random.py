@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 STEPS = 850
 STOP = 7
+ONE = (None,)
 
 
 def add(world: World, rng: random.Random, stems: list[list[int]]) -> None:
@@ -54,13 +55,29 @@ def add(world: World, rng: random.Random, stems: list[list[int]]) -> None:
 
 @pytest.mark.usefixtures("hopeful")
 @pytest.mark.parametrize("chunk", [1, 7, 64])
-@pytest.mark.parametrize(("blocks", "size", "caching"), [(12, 4, True), (30, 4, True), (10, 16, True), (14, 4, False)])
+@pytest.mark.parametrize(
+    ("blocks", "size", "caching", "windows"),
+    [
+        (12, 4, True, ONE),
+        (30, 4, True, ONE),
+        (10, 16, True, ONE),
+        (14, 4, False, ONE),
+        (44, 4, True, (None, 9, 9)),
+        (54, 4, True, (None, None, 14)),
+    ],
+)
 def test_random_steps(
-    world: type[World], rng: random.Random, blocks: int, size: int, caching: bool, chunk: int
+    world: type[World],
+    rng: random.Random,
+    blocks: int,
+    size: int,
+    caching: bool,
+    windows: tuple[int | None, ...],
+    chunk: int,
 ) -> None:
     switch = rng.choice([None, 24])
     limits = Limits(max_num_seqs=8, max_num_batched_tokens=chunk, max_model_len=120, rope_switch=switch, watermark=0.0)
-    it = world(blocks, size, caching, limits)
+    it = world(blocks, size, caching, limits, windows)
     stems = [[rng.randrange(40) for _ in range(30)] for _ in range(2)]
     forks = 0
     for _ in range(STEPS):

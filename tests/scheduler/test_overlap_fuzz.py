@@ -46,7 +46,7 @@ class Mix:
     """Some rows fail, always."""
     hiccups: bool = False
     """Now and then a step fails, once."""
-    window: int | None = None
+    windows: tuple[int | None, ...] = (None,)
     tier: bool = False
 
 
@@ -60,7 +60,10 @@ MIXES = [
     Mix("searches", 24, searches=True),
     Mix("faults", 24, chunk=16, faults=True),
     Mix("hiccups", 24, hiccups=True),
-    Mix("window", 20, window=9),
+    Mix("window", 20, windows=(9,)),
+    Mix("windows", 44, windows=(None, 9, 9)),
+    Mix("searches in windows", 60, searches=True, windows=(None, 9)),
+    Mix("drafts in windows", 50, drafts=8, windows=(None, 9)),
     Mix("tier", 12, tier=True),
 ]
 STEPS = 310
@@ -77,7 +80,7 @@ def make(mix: Mix, depth: int, switch: int | None) -> World:
         watermark=0.0,
     )
     tier = Tier(MemorySlots(40, mix.size * 8)) if mix.tier else None
-    it = World(mix.blocks, mix.size, mix.caching, limits, mix.window, tier, depth)
+    it = World(mix.blocks, mix.size, mix.caching, limits, mix.windows, tier, depth)
     if mix.grammars:
         constrained(it)
     if mix.drafts:
@@ -147,7 +150,7 @@ def test_streams_do_not_know_the_depth(rng: random.Random, mix: Mix) -> None:
 
 def both(rng: random.Random, mix: Mix) -> EngineStats:
     """Of the one that looks ahead, at its end."""
-    switch = rng.choice([None, 24]) if mix.window is None else None
+    switch = rng.choice([None, 24]) if mix.windows == (None,) else None
     alone, ahead = (make(mix, depth, switch) for depth in (0, 1))
     alone.engine.check = lambda: None  # type: ignore[method-assign]  # What others test takes half of the time.
     stems = [[rng.randrange(12) for _ in range(30)] for _ in range(2)]

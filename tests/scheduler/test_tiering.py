@@ -58,7 +58,7 @@ def test_random_steps(world: type[World], rng: random.Random, window: int | None
         num_speculative_tokens=3,
     )
     tier = memory(count) if count else None
-    it = world(12 if window is None else 20, SIZE, True, limits, window, tier)
+    it = world(12 if window is None else 20, SIZE, True, limits, (window,), tier)
     stems = [[rng.randrange(40) for _ in range(30)] for _ in range(2)]
     for _ in range(400):
         busy = sum(stream.finish is FinishReason.RUNNING for stream in it.streams.values())

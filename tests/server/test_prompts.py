@@ -281,6 +281,13 @@ def test_a_prompt_beyond_the_pool(small: PromptBuilder) -> None:
     assert "11 blocks" in error.message
 
 
+def test_what_slides_takes_a_window_and_a_chunk() -> None:
+    """Of ten blocks four are the most that the group with a window holds, so the other has six: 96 tokens."""
+    limits = PromptLimits(256, 49152, 10, 16, (None, 32), 16)
+    assert [limits.blocks(tokens) for tokens in (16, 64, 96, 97, 200)] == [2, 8, 10, 11, 17]
+    assert limits.longest == 96
+
+
 def test_max_tokens(builder: PromptBuilder, small: PromptBuilder) -> None:
     roomy = PromptLimits(256, 49152, 100, 16)
     builder_limits, builder.limits = builder.limits, roomy

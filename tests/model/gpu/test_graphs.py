@@ -27,22 +27,24 @@ STEPS = [[(20, 1), (1, 1), (3, 1)], [(21, 1), (2, 1)]]
 
 @pytest.mark.parametrize(("family", "kv"), [("gemma2", "float32"), ("llama", "tq4")])
 def test_as_without_graphs(family: str, kv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With two windows, and with codes."""
+    """With two windows, whose layers share pages, and with codes."""
     monkeypatch.setattr("model.gpu.plan.LEAST", 16)
     config, weights = opened(family, tmp_path)
     attention, recorder = TritonAttention(CPU), FakeRecorder()
     with torch.inference_mode():
         decoder = Decoder(config, weights, attention, Precision(torch.float32, torch.float32, FORMATS[kv]), CPU, 64)
-        layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, FORMATS[kv])
-        pools = KVStorage(layout, 13), KVStorage(layout, 13)
+        layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, FORMATS[kv], 16, config.windows)
+        windows = layout.groups.windows
+        pools = KVStorage(layout, 1 + 12 * len(windows)), KVStorage(layout, 1 + 12 * len(windows))
         for pool in pools:
             poison(pool)
             randomise(pool.fit)
         graphs = Captured(decoder, attention, pools[0], [4], 4, recorder)
-        decoder.forward(inputs(PROMPTS), pools[0])
+        decoder.forward(inputs(PROMPTS, windows), pools[0])
         pools[1].data.copy_(pools[0].data)
         for rows in STEPS:
-            out, expected = graphs.forward(inputs(rows), pools[0]), decoder.forward(inputs(rows), pools[1])
+            out = graphs.forward(inputs(rows, windows), pools[0])
+            expected = decoder.forward(inputs(rows, windows), pools[1])
             torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
         for part in ("keys", "values"):  # a sum of more rows may round otherwise, and a code be the next one
             mine, theirs = (getattr(pool, part).tiles[:, 1:].view(torch.uint8) for pool in pools)

@@ -120,8 +120,28 @@ def test_there_is_room_for_any_plan(
             assert whole[len(part) :].tolist() == [spare] * (len(whole) - len(part))
         assert made.row_starts[: len(rows) + 1].tolist() == expected.row_starts.tolist()
         assert made.starts[: len(rows)].tolist() == expected.starts.tolist()
-        assert made.width.tolist() == expected.width.tolist() == [inputs.tables.shape[1]]
-        assert made.tables.flatten()[: inputs.tables.size].tolist() == inputs.tables.ravel().tolist()
+        assert made.gone[: len(rows)].tolist() == expected.gone.tolist()
+        assert made.width.tolist() == expected.width.tolist()
+        assert made.tables.flatten()[: expected.tables.numel()].tolist() == expected.tables.flatten().tolist()
     assert all(
-        tensor.data_ptr() % 16 == 0 for tensor in (made.starts, made.width, made.tables, room.items, room.merges)
+        tensor.data_ptr() % 16 == 0
+        for tensor in (made.starts, made.gone, made.width, made.tables, room.items, room.merges)
     )
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 700), st.integers(1, 90)), min_size=1, max_size=6),
+    window=st.none() | st.integers(1, 300),
+)
+def test_tables_have_what_is_seen_and_little_more(rows: list[tuple[int, int]], window: int | None) -> None:
+    """A kernel finds the block of a position at row · width - gone + position / block_size."""
+    inputs = built(rows)
+    made = plan(inputs, window, 2, 1, 4)
+    flat, width, size = made.tables.flatten().tolist(), int(made.width), inputs.block_size
+    for row, (start, count) in enumerate(rows):
+        for position in range(0 if window is None else max(0, start - window + 1), start + count):
+            found = flat[row * width - int(made.gone[row]) + position // size]
+            assert found == inputs.tables[row, position // size]
+    longest = max(count for _, count in rows)
+    assert window is None or width <= -(-(window + longest) // size) + 1

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from kvpool.formats import FORMATS, KVLayout
+from kvpool.groups import Windows
 from kvpool.storage import KVStorage
 from model.attention.base import Attention
+from model.attention.cpu import CpuAttention
 from model.attention.reference import ReferenceAttention, clean
 from model.batch import Batch, Row
 from model.config import ModelConfig
@@ -35,13 +38,14 @@ SINGLY: Steps = [[(i, 1) if i < end else (end - 1, 1) for end in (35, 11, 37)] f
 """The same, one token at a time; a sequence that is through computes its last token again."""
 
 
-def inputs(rows: list[tuple[int, int]]) -> StepInputs:
+def inputs(rows: list[tuple[int, int]], windows: Windows = (None,)) -> StepInputs:
+    """Each group of layers has blocks of its own."""
     batch = []
     for number, (start, count) in enumerate(rows):
         tokens = [(7 * i * i + 3 * i + 11 * number) % 100 for i in range(start + count)]
-        blocks = list(range(1 + 4 * number, 5 + 4 * number))
-        batch.append(Row(tokens, len(tokens), start, count, blocks, PARAMS))
-    return InputBuilder(128, 16, CPU).build(Batch(batch))
+        first, *more = (list(range(1 + 4 * n, 5 + 4 * n)) for n in range(number, 3 * len(windows), 3))
+        batch.append(Row(tokens, len(tokens), start, count, first, PARAMS, more=more))
+    return InputBuilder(128, 16, CPU, windows).build(Batch(batch))
 
 
 def hidden(
@@ -50,24 +54,30 @@ def hidden(
     precision: Precision,
     steps: Steps = STEPS,
     attention: Attention | None = None,
+    grouped: bool = False,
 ) -> tuple[Decoder, torch.Tensor]:
-    """Hidden states of all steps, one after the other, over a pool that starts as NaN."""
+    """Hidden states of all steps, one after the other, over a pool that starts as NaN. `grouped`: layers of one window
+    share its blocks."""
     with torch.inference_mode():
         model = Decoder(config, weights, attention or ReferenceAttention(), precision, CPU, 64)
-        storage = KVStorage(KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, precision.kv), 13)
+        layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, precision.kv)
+        if grouped:
+            layout = replace(layout, windows=config.windows)
+        windows = layout.groups.windows
+        storage = KVStorage(layout, 1 + 12 * len(windows))
         poison(storage)
         randomise(storage.fit)
         out = []
         for rows in steps:
-            step = inputs(rows)
+            step = inputs(rows, windows)
             if model.reads_unwritten:
                 clean(storage, step.opened)
             out.append(model.forward(step, storage).clone())
     return model, torch.cat(out)
 
 
-def opened(family: str, folder: Path) -> tuple[ModelConfig, WeightStore]:
-    build(family, folder)
+def opened(family: str, folder: Path, **changes: Any) -> tuple[ModelConfig, WeightStore]:
+    build(family, folder, **changes)
     source = ModelSource("folder", folder, "tiny")
     config = read_config(source)
     return config, open_weights(source, config)
@@ -134,3 +144,51 @@ def test_a_token_is_the_same_in_any_step(
         ways.append({place: next(states) for place in places})
     assert ways[0].keys() == ways[1].keys()
     assert all(torch.equal(ways[0][place], ways[1][place]) for place in ways[0])
+
+
+SLIDING = {"layer_types": ["full_attention", "sliding_attention", "full_attention", "full_attention"]}
+"""Four groups of one layer, three of which see all."""
+
+
+@pytest.mark.parametrize("kv", ["float32", "bfloat16", "int8", "tq4"])
+@pytest.mark.parametrize("compiled", [True, False])
+def test_where_blocks_lie_changes_no_bit(kernels: Kernels, kv: str, compiled: bool, tmp_path: Path) -> None:
+    config, weights = opened("gemma3", tmp_path, **SLIDING)
+    precision = Precision(torch.float32, torch.float32, FORMATS[kv], kernels=kernels if compiled else None)
+    _, expected = hidden(config, weights, precision)
+    _, out = hidden(config, weights, precision, grouped=True)
+    assert torch.equal(out, expected)
+    attention = CpuAttention(kernels)
+    _, expected = hidden(config, weights, replace(precision, kernels=None), attention=attention)
+    _, out = hidden(config, weights, replace(precision, kernels=None), attention=attention, grouped=True)
+    assert torch.equal(out, expected)
+
+
+def test_what_rows_have_in_common_they_have_in_every_group(kernels: Kernels, tmp_path: Path) -> None:
+    """Two rows of one beginning, whose blocks differ in one group that sees all: it is read once nowhere."""
+    config, weights = opened("gemma3", tmp_path, **SLIDING)
+    precision = Precision(torch.float32, torch.float32, FORMATS["float32"], kernels=kernels)
+    windows = (None, None, None, 8)
+    layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, precision.kv, 16, config.windows)
+    assert layout.groups.windows == windows
+    tokens = [(7 * i * i + 3 * i) % 100 for i in range(150)]
+    own = [[1 + 10 * group + column for column in range(10)] for group in range(4)]
+
+    def row(tables: list[list[int]]) -> Row:
+        return Row(tokens, 150, 149, 1, tables[0], PARAMS, more=tables[1:])
+
+    with torch.inference_mode():
+        model = Decoder(config, weights, ReferenceAttention(), precision, CPU, 512)
+        storage = KVStorage(layout, 60)
+        builder = InputBuilder(200, 16, CPU, windows)
+        model.forward(builder.build(Batch([Row(tokens, 150, 0, 150, own[0], PARAMS, more=own[1:])])), storage)
+        for parted in (0, 1, 2, None):
+            tables = [[*blocks[:9], 51 + group] for group, blocks in enumerate(own)]
+            storage.copy([(blocks[9], 51 + group) for group, blocks in enumerate(own)])
+            if parted is not None:
+                tables[parted] = [40 + 10 - column for column in range(9)] + tables[parted][9:]
+                storage.copy([(own[parted][8 - column], block) for column, block in enumerate(tables[parted][:9])])
+            alone = model.forward(builder.build(Batch([row(tables)])), storage).clone()
+            both = model.forward(builder.build(Batch([row(own), row(tables)])), storage)
+            assert torch.equal(both[1], alone[0]), parted
+            assert torch.equal(both[0], both[1]) == (parted is None)
