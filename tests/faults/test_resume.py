@@ -18,7 +18,7 @@ import pytest
 from tests.e2e.daemon import Daemon, serve
 from tests.faults.conftest import SERVER, engine, restarts
 from tests.faults.requests import Answer, ask_all, mixture
-from tests.faults.worker import DOWN, FAULTS
+from tests.faults.worker import DOWN, FAULTS, NAN
 
 PROMPT = [504, 253, 338]
 COUNT = 36
@@ -97,15 +97,18 @@ def test_an_engine_that_stands_still(daemon: Daemon, undisturbed: list[Answer | 
 
 def failures(daemon: Daemon, name: str) -> float:
     """Sequences that the engine gave up for a fault that it survives."""
-    reason = {"raise": "raised", "allocate": "memory"}.get(name)
+    reason = {"raise": "raised", "allocate": "memory", "nan": "logits"}.get(name)
     return 0 if reason is None else daemon.metric("octavo_failed_sequences_total", ("reason", reason))
 
 
 def faulty(name: str) -> dict[str, Any]:
-    return {"prompt": [FAULTS[name][0], *PROMPT], "max_tokens": 8, "stream": False}
+    token = NAN if name == "nan" else FAULTS[name][0]
+    return {"prompt": [token, *PROMPT], "max_tokens": 8, "stream": False}
 
 
-@pytest.mark.parametrize(("name", "most"), [("raise", 0), ("allocate", 0), ("abort", 6), ("hang", 6), ("escape", 6)])
+@pytest.mark.parametrize(
+    ("name", "most"), [("raise", 0), ("allocate", 0), ("nan", 0), ("abort", 6), ("hang", 6), ("escape", 6)]
+)
 def test_who_is_to_blame_fails_alone(
     daemon: Daemon, undisturbed: list[Answer | BaseException], name: str, most: int
 ) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 
 from model.batch import Batch, Executor, Pending
+from model.executor import Step
 from scheduler import worker
 from scheduler.config import EngineConfig
 from scheduler.messages import Ready
@@ -52,6 +53,8 @@ FAULTS: dict[str, tuple[int, Callable[[], None]]] = {
 }
 """By name: the first token of a prompt, and what happens to a step with such a row."""
 _BY_TOKEN = dict(FAULTS.values())
+NAN = 1006
+"""The same token of a prompt whose logits are no numbers."""
 
 
 class Faulty:
@@ -64,7 +67,13 @@ class Faulty:
         for row in batch.rows:
             if fault := _BY_TOKEN.get(row.tokens[0]):
                 fault()
-        return self._runner.execute(batch)
+        step = self._runner.execute(batch)
+        if isinstance(step, Step) and step.draws is not None:
+            for number, place in step.draws.first.items():
+                if batch.rows[number].tokens[0] == NAN:
+                    with torch.inference_mode():
+                        step.draws.logits[place] = torch.nan
+        return step
 
 
 def _factory() -> Factory:

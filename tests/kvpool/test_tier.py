@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import tempfile
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -168,12 +170,20 @@ def test_a_head_tells_prefixes_and_salts_apart() -> None:
     assert len(tier.read([forged])) == 0
 
 
-def test_memory_that_changed_is_refused() -> None:
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda content: content.__setitem__(7, content[7] ^ 1),
+        lambda content: content.__setitem__([7, 15], content[[7, 15]] ^ 128),  # two top bits of 64-bit words
+        lambda content: content.__setitem__(slice(0, 16), np.roll(content[:16], 8)),  # two words change places
+    ],
+)
+def test_memory_that_changed_is_refused(change: Callable[[npt.NDArray[np.uint8]], None]) -> None:
     slots = MemorySlots(2, BYTES)
     tier = Tier(slots)
     for head in CHAINS[0][:2]:
         tier.put(head, np.arange(BYTES, dtype=np.uint8))
-    slots._content[tier._by_digest[CHAINS[0][1][:16]][0], 7] ^= 1
+    change(slots._content[tier._by_digest[CHAINS[0][1][:16]][0]])
     assert len(tier.read(CHAINS[0][:2])) == 1
     assert (tier.used, tier.counts.refused) == (1, 1)
 
