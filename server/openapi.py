@@ -28,8 +28,8 @@ class Operation:
     answer: str
     """Name of a schema in `server.shapes`; a media type where it is no JSON."""
     bodies: tuple[type[BaseModel], ...] = ()
-    streams: bool = False
-    """Answers with server-sent events where `stream` is true."""
+    streams: str | None = None
+    """Name of the schema of what it sends in events, where `stream` is true."""
     known: bool = False
     """May not know what the path names."""
     probe: bool = False
@@ -46,16 +46,18 @@ PAGE = (
     ("after", STRING),
 )
 OPERATIONS: dict[tuple[str, str], Operation] = {
-    ("post", "/v1/completions"): Operation("Completion", (CompletionRequest,), streams=True),
-    ("post", "/v1/chat/completions"): Operation("ChatCompletion", (ChatRequest,), streams=True),
+    ("post", "/v1/completions"): Operation("Completion", (CompletionRequest,), streams="CompletionChunk"),
+    ("post", "/v1/chat/completions"): Operation("ChatCompletion", (ChatRequest,), streams="ChatCompletionChunk"),
     ("post", "/v1/chat/completions/input_tokens"): Operation("ChatTokens", (PromptRequest,)),
-    ("post", "/v1/responses"): Operation("Response", (ResponseRequest,), streams=True),
+    ("post", "/v1/responses"): Operation("Response", (ResponseRequest,), streams="ResponseStream"),
     ("post", "/v1/responses/input_tokens"): Operation("ResponseInputTokens", (InputFields,)),
     ("get", "/v1/responses/{id}"): Operation("Response", known=True, query=(("stream", constant("false")),)),
     ("delete", "/v1/responses/{id}"): Operation("ResponseDeleted", known=True),
     ("post", "/v1/responses/{id}/cancel"): Operation("Response", known=True),
     ("get", "/v1/responses/{id}/input_items"): Operation("ResponseItems", known=True, query=PAGE),
-    ("post", "/v1/messages"): Operation("AnthropicMessage", (MessagesRequest,), streams=True, error="AnthropicError"),
+    ("post", "/v1/messages"): Operation(
+        "AnthropicMessage", (MessagesRequest,), streams="AnthropicStream", error="AnthropicError"
+    ),
     ("post", "/v1/messages/count_tokens"): Operation("AnthropicTokens", (CountRequest,), error="AnthropicError"),
     ("post", "/v1/embeddings"): Operation("Embeddings", (EmbeddingRequest,)),
     ("get", "/v1/models"): Operation("Models"),
@@ -156,7 +158,7 @@ def _answer(operation: Operation) -> dict[str, Any]:
         return {"description": "The answer.", "content": {operation.answer: {"schema": STRING}}}
     content: dict[str, Any] = {"application/json": {"schema": ref(operation.answer)}}
     if operation.streams:
-        content["text/event-stream"] = {"schema": ref("Event")}
+        content["text/event-stream"] = {"schema": ref(f"{operation.streams}Event")}
     return {"description": "The answer.", "content": content}
 
 

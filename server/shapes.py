@@ -213,6 +213,78 @@ MODEL = record(
 )
 TOKENS = array(INTEGER)
 
+DELTA_CALL = record(
+    {"index": INTEGER},
+    {
+        "id": STRING,
+        "type": constant("function", "custom"),
+        "function": record({}, {"name": STRING, "arguments": STRING}),
+        "custom": record({}, {"name": STRING, "input": STRING}),
+    },
+)
+DELTA = record(
+    {},
+    {
+        "role": constant("assistant"),
+        "content": nullable(STRING),
+        "refusal": {"type": "null"},
+        "reasoning_content": STRING,
+        "reasoning": STRING,
+        "tool_calls": array(DELTA_CALL),
+        "function_call": record({}, {"name": STRING, "arguments": STRING}),
+    },
+)
+OF_CHOICE = {
+    "stop_reason": nullable(one_of(STRING, INTEGER)),
+    "token_ids": array(INTEGER),
+    "prompt_token_ids": array(INTEGER),
+    "prompt_text": STRING,
+}
+OF_CHUNK: dict[str, Schema] = {"usage": nullable(USAGE), **ASIDES}
+CHUNKS: dict[str, Schema] = {
+    "CompletionChunk": record(
+        {
+            **HEAD,
+            "object": constant("text_completion"),
+            "choices": array(
+                record(
+                    {
+                        "index": INTEGER,
+                        "text": STRING,
+                        "logprobs": nullable(COMPLETION_LOGPROBS),
+                        "finish_reason": REASON,
+                    },
+                    {**OF_CHOICE, "cumulative_logprob": NUMBER},
+                )
+            ),
+        },
+        OF_CHUNK,
+    ),
+    "ChatCompletionChunk": record(
+        {
+            **HEAD,
+            "object": constant("chat.completion.chunk"),
+            "choices": array(
+                record(
+                    {"index": INTEGER, "delta": DELTA, "logprobs": nullable(CHAT_LOGPROBS), "finish_reason": REASON},
+                    OF_CHOICE,
+                )
+            ),
+        },
+        OF_CHUNK,
+    ),
+    "ResponseStream": record({"type": STRING, "sequence_number": INTEGER}) | OPEN,
+    "AnthropicStream": record({"type": STRING}) | OPEN,
+}
+"""What the data of an event is, where `stream` is true."""
+
+
+def event(name: str) -> Schema:
+    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": one_of(ref(name), ref("Error"))}
+    about = "One event of the stream; of completions and chats the data of the last one is `[DONE]`."
+    return {**record({"data": data}, {"event": STRING}), "description": about}
+
+
 ACCOUNT: dict[str, Schema] = {field.name: INTEGER for field in fields(Account)}
 SHAPES: dict[str, Schema] = {
     "Completion": record(
@@ -291,7 +363,8 @@ SHAPES: dict[str, Schema] = {
     "State": record({"status": constant("loading", "ready", "draining", "asleep", "restarting", "stalled", "dead")}),
     "Version": record({"version": STRING}),
     "Sleeping": record({"is_sleeping": BOOLEAN}),
-    "Event": {**record({"data": STRING}, {"event": STRING}), "description": "Each event, where `stream` is true."},
+    **CHUNKS,
+    **{f"{name}Event": event(name) for name in CHUNKS},
     "UsageReport": record(
         {
             "object": constant("list"),

@@ -127,8 +127,13 @@ def check(document: dict[str, Any], method: str, path: str, reply: Any) -> None:
     if kind == "text/event-stream":
         blocks = [block.split("\n") for block in reply.text.split("\n\n") if block and not block.startswith(":")]
         assert blocks
+        name = components["schemas"][schema["$ref"].rpartition("/")[2]]["properties"]["data"]["contentSchema"]
+        data = jsonschema.Draft202012Validator({**name, "components": components})
         for lines in blocks:
-            validator.validate(dict(line.split(": ", 1) for line in lines))
+            event = dict(line.split(": ", 1) for line in lines)
+            validator.validate(event)
+            if event["data"] != "[DONE]":
+                data.validate(json.loads(event["data"]))
 
 
 @pytest.fixture
@@ -185,6 +190,9 @@ def test_answers_to_bodies(server: Running, document: dict[str, Any], path: str,
     if "text/event-stream" in document["paths"][path]["post"]["responses"]["200"]["content"]:
         plain = {name: value for name, value in body.items() if name != "prompt_logprobs"}
         check(document, "post", path, server.post(path, {**plain, "stream": True}))
+        if path in (COMPLETIONS, CHAT):
+            options = {"include_usage": True, "continuous_usage_stats": True}
+            check(document, "post", path, server.post(path, {**plain, "stream": True, "stream_options": options}))
 
 
 @pytest.mark.parametrize(("path", "body"), WRONG)
