@@ -178,8 +178,11 @@ def test_strict_fields(open_server: Running) -> None:
     assert open_server.chat(foo=None).status_code == 200
 
 
-def test_unknown_fields_are_ignored_elsewhere(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+def test_unknown_fields_are_ignored_elsewhere(
+    server: Running, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And named in the log, once, without their value."""
+    monkeypatch.setattr("server.protocol.base._unknown_names", set())  # once a process, and others may have sent it
     caplog.set_level("INFO", "octavo.protocol")
     for _ in range(2):
         assert server.chat(unheard_of="private").status_code == 200
