@@ -6,10 +6,11 @@ are suspects, and go in one by one: the next only once something came of the one
     in an engine that dies ──▶ one death ── in the next, and nothing came of it ──▶ two: a suspect, sent alone
               ▲                    │                                                  │        │ and the engine dies
               └──── a token, or an end: no deaths, whatever there was before ─────────┘        ▼
-                      it fell by itself: guilty     it was killed from outside: last in line, guilty the second time
+                      it fell by itself: guilty     it was killed from outside: last in line, guilty the third time
 
 A kill from outside may hit at any time, several times. It makes somebody guilty only where it finds the same request
-alone twice, with nothing come of it in between; and in between every other suspect has had its turn.
+alone three times, with nothing come of it in between; and in between every other suspect has had its turn. Twice may be
+chance: a search says nothing until its end, which lets the next search go in alone.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from collections.abc import Iterable
 
 SUSPECT = 2
 """Deaths in a row, with nothing come of the request in between."""
+CHANCE = 2
+"""So often a kill from outside may find a request alone by chance."""
 TRIAL_SECONDS = 5.0
 """Whoever was in an engine for so long, and it still talks, holds up nobody any more: it may be a long prompt."""
 
@@ -34,8 +37,8 @@ class Probation:
         """Sent to this engine, and nothing came yet: when they were sent."""
         self._deaths: dict[int, int] = {}
         """Only those that have some."""
-        self._alone: set[int] = set()
-        """Of those, the ones that were the only silent request in an engine that died."""
+        self._alone: dict[int, int] = {}
+        """Of those, how often one was the only silent request in an engine that died."""
 
     def __len__(self) -> int:
         return len(self._line)
@@ -48,7 +51,7 @@ class Probation:
         """There is an engine, and nothing in it: everybody stands in line, suspects first."""
         order = list(live)
         suspects = [id for id in order if self._suspect(id)]
-        suspects.sort(key=self._alone.__contains__)
+        suspects.sort(key=lambda id: self._alone.get(id, 0))
         self._line = deque(suspects + [id for id in order if not self._suspect(id)])
 
     def add(self, id: int) -> None:
@@ -85,9 +88,9 @@ class Probation:
         guilty = None
         if len(self._silent) == 1:
             (id,) = self._silent
-            if self._suspect(id) and (id in self._alone or not outside):
+            if self._suspect(id) and (self._alone.get(id, 0) >= CHANCE or not outside):
                 guilty = id
-            self._alone.add(id)
+            self._alone[id] = self._alone.get(id, 0) + 1
         self._silent.clear()
         return guilty
 
@@ -102,4 +105,4 @@ class Probation:
 
     def _acquit(self, id: int) -> None:
         if self._deaths.pop(id, None) is not None:
-            self._alone.discard(id)
+            self._alone.pop(id, None)

@@ -76,3 +76,19 @@ def test_five_kills_from_outside_make_nobody_guilty(seed: int) -> None:
                 line.progress(inside.pop(0))
             inside += line.next(0, 0)
         assert line.end(live, outside=True) is None
+
+
+@given(seed=st.integers(0, 10_000))
+def test_five_kills_at_the_ends_of_searches_make_nobody_guilty(seed: int) -> None:
+    """Nothing comes of a search before its end, and a kill then finds the next one alone."""
+    rng = random.Random(seed)
+    line, live = Probation(64), list(range(4))
+    for kill in range(5):
+        line.begin(live)
+        going = line.next(0, 0)
+        for _ in range(rng.randint(1, 2) if kill >= 2 else 0):
+            if live:
+                line.forget(going[0])
+                live.remove(going[0])
+                going = line.next(0, 0)
+        assert line.end(live, outside=True) is None
