@@ -43,7 +43,7 @@ WATCHDOG_SECONDS = 30.0
 SLOW_STEPS = 10
 """An engine may be silent for as long as so many steps like its last one: where that is slow, all is."""
 ENGINE_GONE = "The engine stopped while it worked on this request."
-GUILTY = "The engine stopped twice while it worked on this request alone."
+GUILTY = "The engine stopped again and again while it worked on this request."
 NOT_AGAIN = {"x-should-retry": "false"}
 
 
