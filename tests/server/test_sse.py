@@ -75,12 +75,12 @@ def test_the_sdk_reads_over_comments(server: Running, monkeypatch: pytest.Monkey
     assert reasons[-1] == "length"
 
 
-def asked(server: Running, sock: socket.socket, version: str, max_tokens: int) -> h11.Connection:
+def asked(server: Running, sock: socket.socket, version: str, max_tokens: int, n: int = 1) -> h11.Connection:
     """Send a request for a stream on a socket; the client's state."""
     sock.settimeout(20)
     sock.connect(("127.0.0.1", server.port))
     client = h11.Connection(h11.CLIENT)
-    body = json.dumps({"prompt": "Once", "max_tokens": max_tokens, "ignore_eos": True, "stream": True})
+    body = json.dumps({"prompt": "Once", "max_tokens": max_tokens, "n": n, "ignore_eos": True, "stream": True})
     headers = [("Host", "x"), ("Connection", "close"), ("Content-Length", str(len(body)))]
     head = client.send(h11.Request(method="POST", target=COMPLETIONS, headers=headers)) or b""
     client.send(h11.Data(data=body.encode()))
@@ -116,6 +116,17 @@ def test_a_write_is_whole_events(server: Running, version: str) -> None:
     assert last == "[DONE]"
     text = server.complete(max_tokens=40, ignore_eos=True).json()["choices"][0]["text"]
     assert "".join(chunk["choices"][0]["text"] for chunk in told) == text
+
+
+def test_a_step_is_one_write(server: Running) -> None:
+    """Whatever it brings of all choices; and one more for the end."""
+    server.engine.interval = 0.005
+    before = server.engine.steps
+    with socket.socket() as sock:
+        client = asked(server, sock, "1.1", 40, n=3)
+        chunks = parts(client, b"".join(iter(lambda: sock.recv(1 << 16), b"")))
+    assert 20 < len(chunks) <= server.engine.steps - before + 1
+    assert b"".join(chunks).count(b"data: ") > 2 * len(chunks)
 
 
 @pytest.mark.parametrize("version", ["1.0", "1.1"])

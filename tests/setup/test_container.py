@@ -52,6 +52,14 @@ def test_images_can_send_traces(root: Path, name: str) -> None:
     assert 'pip install -c constraints.txt ".[otel]"' in stage(root, name)
 
 
+@pytest.mark.parametrize("name", ["build-cpu", "build-cuda"])
+def test_images_have_the_kernels(root: Path, name: str) -> None:
+    """Compiled where the last stage looks for them, which has no compiler; the environment is copied there whole."""
+    assert "python3 -m model.kernels.build" in stage(root, name)
+    found = re.findall(r"OCTAVO_KERNEL_CACHE=(\S+)", (root / "Dockerfile").read_text())
+    assert found == ["/opt/octavo/kernels"] * 2
+
+
 def test_image_runs_without_root_and_stops_cleanly(root: Path) -> None:
     runtime = stage(root, "runtime")
     for line in (

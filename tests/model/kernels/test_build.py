@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
+from model.attention.reference import ReferenceAttention
 from model.kernels import build
+from model.kernels.loaded import load_kernels
+from model.runner import choose_attention
 
 
 def compile_nothing(compiler: str, isa: str, path: Path) -> None:
@@ -46,3 +51,36 @@ def test_no_compiler_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv("CXX", raising=False)
     with pytest.raises(build.BuildError, match=r"^no C\+\+ compiler: install g\+\+, or name one in CXX$"):
         build.library("avx2")
+
+
+def test_no_compiler_is_one_warning_and_plain_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("OCTAVO_KERNEL_CACHE", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    kernels = load_kernels()
+    assert kernels is None
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "plain torch instead" in record.message
+    attention = choose_attention(torch.device("cpu"), kernels, lambda *_: pytest.fail("said already"))
+    assert isinstance(attention, ReferenceAttention)
+
+
+def test_a_library_is_of_its_sources_torch_and_instruction_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OCTAVO_KERNEL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(build, "compiler", lambda: "here")
+    monkeypatch.setattr(build, "_compile", compile_nothing)
+    sources = tmp_path / "sources"
+    shutil.copytree(build.HERE, sources)
+    monkeypatch.setattr(build, "HERE", sources)
+    found = [build.library("avx2"), build.library("portable")]
+    with monkeypatch.context() as other:
+        other.setattr(torch, "__version__", "0.0")
+        found.append(build.library("avx2"))
+    assert build.library("avx2") == found[0]
+    with (sources / "gemm.h").open("a") as file:
+        file.write("//")
+    found.append(build.library("avx2"))
+    assert len(set(found)) == 4
