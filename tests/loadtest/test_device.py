@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +19,7 @@ from loadtest.kernel_checks import Check
 from model.attention.triton import TritonAttention
 from model.decoder import Decoder
 from model.gpu.launch import Launch
+from tests.test_layout import ROOT, WEB
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -35,6 +38,11 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
         prefill, step, launch, *_, rate, overall = map(float, cell[4:])
         assert min(prefill, rate, overall) > 0
         assert 0 < launch < step
+
+
+def test_it_needs_no_web_framework() -> None:
+    script = f"import sys, loadtest.device; found = {WEB!r} & sys.modules.keys(); assert not found, found"
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)
 
 
 def test_a_wrong_kernel_ends_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

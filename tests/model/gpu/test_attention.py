@@ -64,14 +64,17 @@ def test_shapes(
     )
 
 
-@pytest.mark.parametrize(("kv", "window", "group"), cases(["float32", "int8", "tq4"], [None, 150], [2, 5]))
-def test_split_contexts(kv: str, window: int | None, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("kv", "window", "group", "dim"),
+    cases(["float32", "int8", "tq4"], [None, 150], [1, 3, 4, 8], [64, 96, 128, 256]),
+)
+def test_split_contexts(kv: str, window: int | None, group: int, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "LEAST", 64)
-    rows = [(330, 1), (20, 1), (200, 4), (150, 20)]
-    made = scene(rows, heads=2 * group, kv_heads=2, dim=32, kv=kv)
+    rows = [(330, 1), (20, 1), (200, 2), (150, 20)]
+    made = scene(rows, heads=2 * group, kv_heads=2, dim=dim, kv=kv)
     works = plan.plan(made.inputs, window, 2, group, ATTENTION.programs).works
     assert all(work.parts > 2 for work in works)
-    check(rows, heads=2 * group, kv_heads=2, dim=32, kv=kv, window=window, attention=ATTENTION)
+    check(rows, heads=2 * group, kv_heads=2, dim=dim, kv=kv, window=window, attention=ATTENTION)
 
 
 @pytest.mark.parametrize("kv", ["float32", "tq4"])

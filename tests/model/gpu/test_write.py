@@ -27,7 +27,7 @@ from tests.model.test_attention_reference import CPU
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 PARAMS = SamplingParams(max_tokens=1, seed=0)
-HEADS, KV_HEADS, LAYER = 4, 2, 1
+KV_HEADS, LAYER = 2, 1
 
 
 @dataclass(slots=True)
@@ -53,17 +53,18 @@ def both(
     rows = [Row([0] * 20, 20, 19, 1, [3, 5], PARAMS), Row([0] * chunk, chunk, 0, chunk, [2, 4], PARAMS)]
     inputs = InputBuilder(tokens, size, CPU).build(Batch(rows))
     mine, theirs = pool(kv, dim, size), pool(kv, dim, size)
-    query = torch.empty(tokens, HEADS, dim)
+    heads = qkv.shape[1] - 2 * KV_HEADS
+    query = torch.empty(tokens, heads, dim)
     writing(qkv, query, mine, LAYER, inputs, norm=norm, cos_sin=cos_sin).run()
 
-    qk, v = qkv[:, : HEADS + KV_HEADS], qkv[:, HEADS + KV_HEADS :]
+    qk, v = qkv[:, : heads + KV_HEADS], qkv[:, heads + KV_HEADS :]
     qk = norm(qk) if norm is not None else qk
     qk = rotate(qk, *cos_sin) if cos_sin is not None else qk
-    theirs.write_at(LAYER, qk[:, HEADS:], v, inputs.blocks, inputs.offsets)
-    expected = qk[:, :HEADS]
+    theirs.write_at(LAYER, qk[:, heads:], v, inputs.blocks, inputs.offsets)
+    expected = qk[:, :heads]
     if theirs.fit is not None:
         grouped = expected.reshape(tokens, KV_HEADS, -1, dim)
-        expected = theirs.fit.query(LAYER, grouped).reshape(tokens, HEADS, dim) @ rotation(dim, CPU).T
+        expected = theirs.fit.query(LAYER, grouped).reshape(tokens, heads, dim) @ rotation(dim, CPU).T
     return Written(query, mine, inputs), Written(expected, theirs, inputs)
 
 
@@ -77,14 +78,14 @@ def read(pool: KVStorage, name: str, inputs: StepInputs) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("kv", "dim", "size", "rotary", "normed"),
-    cases([*FORMATS], [64, 96, 128, 256], [16, 32, 64], [0.0, 0.5, 1.0], [False, True]),
+    ("kv", "dim", "size", "group", "rotary", "normed"),
+    cases([*FORMATS], [64, 96, 128, 256], [16, 32, 64], [1, 3, 4, 8], [0.0, 0.5, 1.0], [False, True]),
 )
-def test_shapes(kv: str, dim: int, size: int, rotary: float, normed: bool) -> None:
+def test_shapes(kv: str, dim: int, size: int, group: int, rotary: float, normed: bool) -> None:
     generator = torch.Generator().manual_seed(dim)
-    tokens = 23
-    qkv = torch.randn(tokens, HEADS + 2 * KV_HEADS, dim, generator=generator)
-    weight = torch.rand(HEADS + KV_HEADS, dim, generator=generator) + 0.5
+    tokens, heads = 23, group * KV_HEADS
+    qkv = torch.randn(tokens, heads + 2 * KV_HEADS, dim, generator=generator)
+    weight = torch.rand(heads + KV_HEADS, dim, generator=generator) + 0.5
     norm = RMSNorm(weight, 1e-5, 0.0, "scale_then_cast", torch.float32)
     cos_sin = None
     if rotary:
@@ -109,11 +110,11 @@ def test_shapes(kv: str, dim: int, size: int, rotary: float, normed: bool) -> No
 
 def test_zeros_and_broken_numbers() -> None:
     for kv in ("int8", "tq4"):
-        qkv = torch.randn(5, HEADS + 2 * KV_HEADS, 32, generator=torch.Generator().manual_seed(0))
-        qkv[0, HEADS:] = 0
-        qkv[1, HEADS:, 3] = torch.nan
-        qkv[2, HEADS:, 9] = -torch.inf
-        qkv[3, HEADS:] *= 1e12
+        qkv = torch.randn(5, 4 + 2 * KV_HEADS, 32, generator=torch.Generator().manual_seed(0))
+        qkv[0, 4:] = 0
+        qkv[1, 4:, 3] = torch.nan
+        qkv[2, 4:, 9] = -torch.inf
+        qkv[3, 4:] *= 1e12
         mine, theirs = both(qkv, kv, 16, None, None)
         for name in ("keys", "values"):
             found = read(mine.storage, name, mine.inputs)
