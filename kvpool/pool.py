@@ -76,6 +76,7 @@ class KVPool:
         self.windows = windows
         self.num_groups = len(windows)
         self._sliding = [(group, window) for group, window in enumerate(windows) if window is not None]
+        self.slides = bool(self._sliding)
         self.tier = tier
         self._evicted: Held = []
         self._unsaved: dict[int, Node] = {}
@@ -318,9 +319,9 @@ class KVPool:
         refs = self._refs
         total = -self._surplus * size
         partial: dict[int, list[int]] = {}
-        several, slides = self.num_groups > 1, bool(self._sliding)
+        several = self.num_groups > 1
         for table, computed in rows:
-            total += computed * self.num_groups - (sum(table.freed) * size if slides else 0)
+            total += computed * self.num_groups - (sum(table.freed) * size if self.slides else 0)
             for blocks in table.groups if several else (table.blocks,):
                 for i in range(computed // size, len(blocks)):
                     if refs[blocks[i]] > 1:

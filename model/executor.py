@@ -112,11 +112,16 @@ class Runner:
                 # Before anything waits for the logits: on a GPU they are still being computed.
                 masks = self._masks.fill([rows[number] for number in drawing.first])
                 tokens, logprobs = self._sampler.sample(drawing.logits, drawing.rows, masks, drawing.ahead)
-                if len(tokens) == len(drawing.first) and all(row.plain for row in drawing.rows):
-                    for number, token in zip(drawing.first, tokens, strict=True):
-                        result.tokens[number] = [token]
-                else:
-                    self._sort(result, rows, drawing.first, tokens, logprobs)
+                for number, begin in drawing.first.items():
+                    draft, matcher = rows[number].draft, rows[number].matcher
+                    end = begin + 1 + len(draft)
+                    if matcher is not None and matcher.error is not None:
+                        result.tokens[number] = [BAD_GRAMMAR]
+                        continue
+                    drawn = agreed(draft, tokens[begin:end]) if draft else tokens[begin:end]
+                    result.tokens[number] = drawn
+                    if rows[number].params.logprobs is not None:
+                        result.logprobs[number] = [v for v in logprobs[begin : begin + len(drawn)] if v is not None]
             for number, row in enumerate(rows):
                 if row.params.prompt_logprobs is not None:
                     result.prompt_logprobs[number] = []
@@ -133,26 +138,6 @@ class Runner:
                 assert row.params.pooling is not None
                 result.pooled[number] = pooled(part.float().cpu().numpy(), row.pooled, row.params.pooling)
         return result
-
-    @staticmethod
-    def _sort(
-        result: StepResult,
-        rows: list[Row],
-        first: dict[int, int],
-        tokens: list[int],
-        logprobs: list[Logprob | None],
-    ) -> None:
-        """Give every row what was drawn at its positions, as far as its draft was right."""
-        for number, begin in first.items():
-            draft, matcher = rows[number].draft, rows[number].matcher
-            end = begin + 1 + len(draft)
-            if matcher is not None and matcher.error is not None:
-                result.tokens[number] = [BAD_GRAMMAR]
-                continue
-            drawn = agreed(draft, tokens[begin:end]) if draft else tokens[begin:end]
-            result.tokens[number] = drawn
-            if rows[number].params.logprobs is not None:
-                result.logprobs[number] = [v for v in logprobs[begin : begin + len(drawn)] if v is not None]
 
     def _prompts(self, rows: list[Row], row_starts: list[int], hidden: Tensor) -> dict[int, tuple[Tensor, list[int]]]:
         """Per row that wants prompt logprobs: hidden states [n, hidden] and the n prompt tokens that follow them."""

@@ -233,7 +233,7 @@ class Engine:
         self._phases.land(self._flights[0].number - 1 if self._flights else self._launched)
         now = self._clock()
         seconds, self._collected = now - max(flight.launched, self._collected), now
-        counters, pool = self._counters, self._state.pool
+        counters = self._counters
         rows = flight.batch.rows
         counters.step(len(rows), flight.work, seconds)
         failures = outcome.failures
@@ -245,9 +245,9 @@ class Engine:
             self._failed_steps = 0
             self._cost.observe(flight.work, seconds)
         result = outcome.result
-        finished, size, charge = Phase.FINISHED, pool.block_size, self._state.tenants.charge
+        size = self._state.pool.block_size
         for number, (sequence, count) in enumerate(flight.plan.counts.items()):
-            if sequence.phase is finished:
+            if sequence.phase is Phase.FINISHED:
                 continue  # While this step was in flight, or with another beam of its search.
             if number in failures:
                 counters.failed(isolation.reason(failures[number]))
@@ -264,7 +264,7 @@ class Engine:
             if count > 1 or row.start < sequence.prompt_len:
                 counters.computed_tokens += count
                 new = request.bill(row.start, end)
-            charge(request.tenant, new, len(drawn), end - new / 2)
+            self._state.tenants.charge(request.tenant, new, len(drawn), end - new / 2)
             if end // size > row.start // size:
                 self._commit(sequence, end)
             if request.prompt_values is not None:

@@ -217,7 +217,6 @@ def _candidates(state: SchedulerState, step: Plan, tokens: int) -> list[_Prompt]
         closed = state.closed and bool(state.running)
         tried = [claimed] if closed else [claimed, *(s for s in tried if s is not claimed)]
     found: list[_Prompt] = []
-    slides = pool.windows != (None,)
     wanted = unfit = deferred = blocks = 0
     for sequence in tried[:MAX_TRIED]:
         salt = sequence.salt
@@ -225,7 +224,7 @@ def _candidates(state: SchedulerState, step: Plan, tokens: int) -> list[_Prompt]
         if blocks > MAX_BLOCKS:
             break
         blocks += len(sequence.tokens) // pool.block_size if sequence is not head else 0
-        if sequence.request.reads_cache and not (slides and sequence.request.parts):
+        if sequence.request.reads_cache and not (pool.slides and sequence.request.parts):
             hashes = pool.hashes(sequence.tokens, salt, sequence.hashes)
             if sequence is not claimed and _comes(sequence, coming, pool.block_size):
                 deferred += 1

@@ -57,12 +57,16 @@ class PromptLimits:
 
     def blocks(self, tokens: int) -> int:
         """That a sequence of so many tokens takes."""
-        return Paging(self.block_size, self.windows).pages(tokens, self.chunk)
+        return self._paging.pages(tokens, self.chunk)
 
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence that the pool holds, and the context."""
-        return Paging(self.block_size, self.windows).longest(self.num_blocks, self.chunk, self.max_model_len)
+        return self._paging.longest(self.num_blocks, self.chunk, self.max_model_len)
+
+    @property
+    def _paging(self) -> Paging:
+        return Paging(self.block_size, self.windows)
 
 
 @dataclass(frozen=True, slots=True)

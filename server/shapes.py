@@ -88,6 +88,12 @@ CHAT_CHOICE = record(
     },
     {"token_ids": array(INTEGER)},
 )
+ASKED: dict[str, Schema] = {
+    "token_ids": array(INTEGER),
+    "prompt_token_ids": array(INTEGER),
+    "prompt_text": STRING,
+}
+"""Of a choice, where the request asks for them."""
 COMPLETION_CHOICE = record(
     {
         "index": INTEGER,
@@ -96,13 +102,7 @@ COMPLETION_CHOICE = record(
         "finish_reason": REASON,
         "stop_reason": nullable(one_of(STRING, INTEGER)),
     },
-    {
-        "token_ids": array(INTEGER),
-        "prompt_token_ids": array(INTEGER),
-        "prompt_logprobs": ANY,
-        "prompt_text": STRING,
-        "cumulative_logprob": NUMBER,
-    },
+    {**ASKED, "prompt_logprobs": ANY, "cumulative_logprob": NUMBER},
 )
 ASIDES: dict[str, Schema] = {
     "service_tier": constant("default"),
@@ -234,12 +234,7 @@ DELTA = record(
         "function_call": record({}, {"name": STRING, "arguments": STRING}),
     },
 )
-OF_CHOICE = {
-    "stop_reason": nullable(one_of(STRING, INTEGER)),
-    "token_ids": array(INTEGER),
-    "prompt_token_ids": array(INTEGER),
-    "prompt_text": STRING,
-}
+OF_CHOICE = {"stop_reason": nullable(one_of(STRING, INTEGER)), **ASKED}
 OF_CHUNK: dict[str, Schema] = {"usage": nullable(USAGE), **ASIDES}
 CHUNKS: dict[str, Schema] = {
     "CompletionChunk": record(
