@@ -62,7 +62,7 @@ class Running:
         async def act() -> Any:
             return action()
 
-        return asyncio.run_coroutine_threadsafe(act(), self.loop).result(5)
+        return asyncio.run_coroutine_threadsafe(act(), self.loop).result(20)
 
     def metric(self, name: str, **labels: str) -> float:
         """Sum of the samples of one scrape that carry these labels."""
@@ -74,7 +74,7 @@ class Running:
         assert found, f"no {name} {labels}"
         return total
 
-    def wait(self, condition: Callable[[], bool], seconds: float = 5.0) -> None:
+    def wait(self, condition: Callable[[], bool], seconds: float = 20.0) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, "never came true"

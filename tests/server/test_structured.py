@@ -214,11 +214,12 @@ async def test_what_takes_too_long_is_ended(structures: Structures) -> None:
     began = time.monotonic()
     message = await refusal(structures, structure("json", SLOW))
     assert "too complex" in message
-    assert time.monotonic() - began < 5
+    took = time.monotonic() - began
+    assert took < 5
     if "busy" not in message:
         began = time.monotonic()
         assert await refusal(structures, structure("json", SLOW)) == message
-        assert time.monotonic() - began < 0.1, "a verdict is remembered"
+        assert time.monotonic() - began < took / 2, "a verdict is remembered"
     assert await structures.grammar(structure("regex", "b"))
 
 

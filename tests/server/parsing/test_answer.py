@@ -354,4 +354,5 @@ def test_time_is_linear(name: str, unit: str) -> None:
         return time.thread_time() - start
 
     small = min(seconds(20_000) for _ in range(3))
-    assert seconds(320_000) < 64 * small, "four times what linear would be"
+    large = (seconds(320_000) for _ in range(3))  # of these one may have met a busy machine
+    assert any(it < 64 * small for it in large), "four times what linear would be"
