@@ -27,6 +27,7 @@ from loadtest.report import aligned
 from model.batch import Batch, Executor, Row, StepResult
 from model.errors import ModelError
 from model.params import SamplingParams
+from model.precision import QUANTIZATIONS
 from scheduler.budget import Budget
 from scheduler.engine import Engine
 from scheduler.limits import Limits
@@ -212,7 +213,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--model", help="hub id, folder or GGUF file; without it the demo model")
     add("--device", default="auto", choices=["auto", "cpu", "cuda"], help="where it runs")
     add("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"], help="of the weights")
-    add("--quantization", default=None, choices=["int8"], help="of the weights; by default none")
+    add("--quantization", default=None, choices=QUANTIZATIONS, help="of the weights; by default none")
     add("--kv-cache-dtype", default="auto", help="of keys and values")
     add("--rows", nargs="+", type=positive(int), default=[1, 2, 4, 8, 16, 32], help="sequences of a step")
     add("--contexts", nargs="+", type=positive(int), default=[64, 256, 1024, 4096], help="tokens of each of them")

@@ -112,7 +112,7 @@ def make_parser() -> argparse.ArgumentParser:
     engine = parser.add_argument_group("engine, with --engine only").add_argument
     engine("--device", default="auto", choices=["auto", "cpu", "cuda"], help="where it runs")
     engine("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"], help="of the weights")
-    engine("--quantization", default=None, choices=["int8"], help="of the weights; by default none")
+    engine("--quantization", default=None, choices=["int8", "int4"], help="of the weights; by default none")
     engine("--kv-cache-dtype", default="auto", help="of keys and values")
     engine("--kv-cache-memory", type=byte_count, metavar="BYTES", help="of the pool, e.g. 4GiB")
     engine("--block-size", type=positive(int), default=16, help="tokens of a block")

@@ -22,6 +22,7 @@ from loadtest.options import Flags, Help, positive
 from loadtest.report import aligned
 from loadtest.workloads import BadWorkload
 from model.errors import ModelError
+from model.precision import QUANTIZATIONS
 from model.source import resolve
 from model.tokenizer import Tokenizer, load_tokenizer
 
@@ -42,7 +43,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--model", help="hub id, folder or GGUF file; without it the demo model")
     add("--device", default="auto", choices=["auto", "cpu", "cuda"], help="where it runs")
     add("--dtype", nargs="+", default=["auto"], choices=DTYPES, help="of the weights; several")
-    add("--quantization", nargs="+", default=["none"], choices=["none", "int8"], help="of the weights; several")
+    add("--quantization", nargs="+", default=["none"], choices=["none", *QUANTIZATIONS], help="of the weights; several")
     add("--kv-cache-dtype", nargs="+", default=["auto"], help="of keys and values; several")
     add("--text", type=Path, metavar="FILE", help="UTF-8; without it Python's own language reference")
     add("--window", type=positive(int), default=1024, help="tokens of a context; all but its first are predicted")

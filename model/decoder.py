@@ -26,6 +26,7 @@ from model.fused import FusedLayers
 from model.inputs import StepInputs
 from model.layer import Layer, LayerLoader
 from model.layers import Embedding, gated
+from model.linear import measure_tiles
 from model.parallel import Group
 from model.precision import Precision
 from model.rope import RopeTable, rotate
@@ -103,6 +104,7 @@ class Decoder:
             RopeTable(rope, config.head_dim, config.max_position_embeddings, max_model_len, device) for rope in ropes
         ]
         self.rope_switch = next((rope.switch for rope in self.ropes if rope.switch is not None), None)
+        measure_tiles([*(linear for layer in self.layers for linear in layer.linears), self.head.linear])
         self.weight_bytes = ends_bytes + self.norm.nbytes + sum(layer.nbytes for layer in self.layers)
         # The ranks meet between the kernels of a layer, which are called one by one then.
         self.fused: LayersAtOnce | None = _fused(config, self.layers, precision, attention) if group is None else None

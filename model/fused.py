@@ -38,7 +38,7 @@ class FusedLayers:
             config.activation,
         )
         for layer in layers:
-            matrices = [_matrix(linear) for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+            matrices = [_matrix(linear) for linear in layer.linears]
             norms = (
                 layer.before_attention,
                 layer.after_attention,

@@ -35,6 +35,11 @@ class Layer:
     """Index of the layer's rotary table."""
 
     @property
+    def linears(self) -> tuple[Linear, ...]:
+        """Its matrices, in the order in which a step needs them."""
+        return self.qkv, self.output, self.gate_up, self.down
+
+    @property
     def nbytes(self) -> int:
         parts = (getattr(self, field.name) for field in fields(self))
         return sum(getattr(part, "nbytes", 0) for part in parts)

@@ -11,6 +11,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterable
 from typing import Protocol
 
 import torch
@@ -20,6 +22,7 @@ from torch.nn import functional
 from model.kernels.loaded import Kernels
 from model.precision import Precision
 
+log = logging.getLogger("octavo.kernels")
 TILE_ELEMENTS = 1 << 20
 """Size of a widened tile: 4 MiB of float32, which a core's share of the cache can hold."""
 PACK_ROWS = 64
@@ -92,14 +95,17 @@ class WideningLinear:
 
 
 class KernelLinear:
-    """Weight packed for our own kernels, in its type or as int8 with one scale an output; float32 in and out."""
+    """Weight packed for our own kernels, in its type, as int8 with one scale an output, or as int4 in groups of 32
+    inputs; float32 in and out."""
 
-    __slots__ = ("matrix", "nbytes")
+    __slots__ = ("matrix", "nbytes", "shape")
 
     def __init__(self, weight: Tensor, bias: Tensor | None, kind: str, kernels: Kernels, gated: bool = False) -> None:
-        """`kind`: float32, float16, bfloat16 or int8. `gated`: the rows are gates, then as many ups."""
+        """`kind`: float32, float16, bfloat16, int8 or int4. `gated`: the rows are gates, then as many ups."""
         self.matrix = kernels.classes.Matrix(weight, bias.float() if bias is not None else None, kind, gated)
         self.nbytes: int = self.matrix.nbytes()
+        self.shape = (kind, gated, *weight.shape)
+        """What its register tiles depend on."""
 
     def __call__(self, x: Tensor) -> Tensor:
         out: Tensor = self.matrix.multiply(x.float().contiguous())
@@ -122,6 +128,22 @@ def make_linear(weight: Tensor, bias: Tensor | None, precision: Precision, *, ga
     return PackedLinear(weight, bias) if PackedLinear.available() else DenseLinear(weight, bias)
 
 
+def measure_tiles(linears: Iterable[Linear]) -> None:
+    """Measure, once for each shape that our own kernels multiply, which register tiles are quickest for how many rows.
+
+    It takes some 20 ms a shape. No result depends on it.
+    """
+    found: dict[tuple[object, ...], list[int]] = {}
+    for linear in linears:
+        if not isinstance(linear, KernelLinear):
+            continue
+        if linear.shape in found:
+            linear.matrix.set_tiles(found[linear.shape])
+        else:
+            found[linear.shape] = linear.matrix.measure()
+            log.debug("register tiles of %s: %s panels wide", linear.shape, found[linear.shape])
+
+
 class Head:
     """The LM head: logits [rows, vocab] in float32, accumulated in float32 whatever the weight's type.
 
@@ -134,7 +156,7 @@ class Head:
         """`weight` [vocab, hidden]. A table of `precision.weights` in 16 bits is used where it lies, not copied."""
         self.linear: Linear
         if precision.weights == torch.float32 or precision.kernels is not None:
-            self.linear = make_linear(weight, bias, precision)
+            self.linear = make_linear(weight, bias, precision.head)
         elif weight.device.type == "cuda":
             self.linear = _CudaHead(weight.to(precision.weights), bias)
         else:

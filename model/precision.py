@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -10,6 +10,7 @@ from kvpool.formats import FORMATS, KVFormat
 from model.errors import ModelError
 from model.kernels.loaded import Kernels
 
+QUANTIZATIONS = ("int8", "int4")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -32,12 +33,17 @@ class Precision:
     kernels: Kernels | None = None
     """Compiled kernels to compute with; on a CPU only."""
     quantization: str | None = None
-    """int8: matrices in memory, quantised from `weights`; with kernels only."""
+    """int8 or int4: matrices in memory, quantised from `weights`; with kernels only."""
 
     @property
     def stored(self) -> str:
         """What matrices lie in memory as."""
         return self.quantization or dtype_name(self.weights)
+
+    @property
+    def head(self) -> Precision:
+        """The LM head's: every token hangs on it, so it has eight bits where the layers have four."""
+        return replace(self, quantization="int8") if self.quantization == "int4" else self
 
 
 def choose_device(name: str) -> torch.device:
@@ -72,15 +78,15 @@ def choose_precision(
     auto on a CPU: float32 where there are neither kernels nor 16-bit instructions; everywhere else float16 where the
     weights are stored so, else bfloat16. The pool's auto is 16 bits wherever `dtype` is auto, so that a budget holds
     the same number of tokens everywhere; else `dtype`.
-    Raises ModelError for a name that is not known, and where int8 is asked for and there are no kernels.
+    Raises ModelError for a name that is not known, and where a quantization is asked for and there are no kernels.
     """
     for flag, value, known in (("--dtype", dtype, [*DTYPES]), ("--kv-cache-dtype", kv_dtype, [*FORMATS])):
         if value != "auto" and value not in known:
             raise ModelError(f"{flag} {value}: must be auto, {', '.join(known)}")
-    if quantization is not None and quantization != "int8":
-        raise ModelError(f"--quantization {quantization}: must be int8")
+    if quantization is not None and quantization not in QUANTIZATIONS:
+        raise ModelError(f"--quantization {quantization}: must be {' or '.join(QUANTIZATIONS)}")
     if quantization is not None and kernels is None:
-        raise ModelError("--quantization int8: needs the compiled kernels, on a CPU")
+        raise ModelError(f"--quantization {quantization}: needs the compiled kernels, on a CPU")
     sixteen = torch.float16 if stored == "float16" else torch.bfloat16
     if dtype != "auto":
         weights = DTYPES[dtype]

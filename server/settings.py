@@ -101,8 +101,11 @@ class Settings(BaseSettings):
         "Model",
         "type of the weights; auto: bfloat16, but float32 on a CPU without kernels and without bfloat16",
     )
-    quantization: Literal["int8"] | None = flag(
-        None, "Model", "int8: quantise the matrices as they are loaded, on a CPU; by default not"
+    quantization: Literal["int8", "int4"] | None = flag(
+        None,
+        "Model",
+        "int8 or int4: quantise the matrices as they are loaded, on a CPU; by default not; int4 keeps what a GGUF file "
+        "has in Q4_0 or Q4_1",
     )
     tensor_parallel_size: int = flag(
         1, "Model", "processes that each hold a part of every layer, on a GPU each", "N", ge=1, le=64

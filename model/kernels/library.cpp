@@ -1,6 +1,6 @@
 // The kernels as torch classes and operators: checks shapes and types, owns memory, opens the parallel region.
 #include "draws.h"
-#include "host.h"
+#include "measure.h"
 
 namespace {
 
@@ -11,9 +11,11 @@ struct Matrix : torch::CustomClassHolder {
   // weight [outputs, inputs], or [2 outputs, inputs] where gated: gates before ups.
   Matrix(const Tensor& weight, const optional<Tensor>& given_bias, const std::string& kind, bool gated) {
     TORCH_CHECK(weight.dim() == 2 && weight.is_contiguous(), "weight must be contiguous, [outputs, inputs]");
-    TORCH_CHECK(kind == "float32" || kind == "float16" || kind == "bfloat16" || kind == "int8", "unknown kind ", kind);
+    const std::string kinds[] = {"float32", "float16", "bfloat16", "int8", "int4"};  // in the order of Kind
+    const auto* found = std::find(std::begin(kinds), std::end(kinds), kind);
+    TORCH_CHECK(found != std::end(kinds), "unknown kind ", kind);
     kind_of(weight, "weight");
-    m.kind = kind == "float32" ? Kind::f32 : kind == "float16" ? Kind::f16 : kind == "bfloat16" ? Kind::bf16 : Kind::int8;
+    m.kind = Kind(found - kinds);
     m.gated = gated;
     m.outputs = weight.size(0) / (gated ? 2 : 1);
     m.inputs = weight.size(1);
@@ -59,6 +61,20 @@ struct Matrix : torch::CustomClassHolder {
     return total;
   }
 
+  // Panels of a register tile for steps of up to 1, 2, 3, 4, 6, … rows: measured, or as another weight of this shape has
+  // them.
+  std::vector<int64_t> measure() {
+    m.tiles = measured(m);
+    return {std::begin(m.tiles.width), std::end(m.tiles.width)};
+  }
+
+  void set_tiles(const std::vector<int64_t>& widths) {
+    TORCH_CHECK(widths.size() == std::size(m.tiles.width), "tiles must be ", std::size(m.tiles.width), " widths");
+    for (int64_t width : widths)
+      TORCH_CHECK(std::count(std::begin(octavo::WIDTHS), std::end(octavo::WIDTHS), width), "no tile has the width ", width);
+    std::copy(widths.begin(), widths.end(), m.tiles.width);
+  }
+
   // x [rows, inputs] float32 → [rows, outputs] float32; of a gated one [rows, 2 outputs].
   Tensor multiply(const Tensor& x) {
     const int64_t rows = x.size(0);
@@ -66,7 +82,7 @@ struct Matrix : torch::CustomClassHolder {
     Tensor y = at::empty({rows, m.outputs * (m.gated ? 2 : 1)}, at::kFloat);
     if (rows == 0) return y;
     Tensor encoded = at::empty({rows * kernels.encoded_bytes(m.kind, m.inputs)}, at::kByte);
-    Tensor factors = at::empty({m.kind == Kind::int8 ? rows : 0}, at::kFloat);
+    Tensor factors = at::empty({rows}, at::kFloat);
     const octavo::Operand operand{pointer<float>(x), m.inputs, encoded.data_ptr(), pointer<float>(factors)};
     octavo::Barrier barrier;
     std::atomic<int64_t> next{0};
@@ -297,7 +313,9 @@ LIBRARY(OCTAVO_LIBRARY, m) {
   m.class_<Matrix>("Matrix")
       .def(torch::init<const Tensor&, const optional<Tensor>&, const std::string&, bool>())
       .def("multiply", &Matrix::multiply)
-      .def("nbytes", &Matrix::nbytes);
+      .def("nbytes", &Matrix::nbytes)
+      .def("measure", &Matrix::measure)
+      .def("set_tiles", &Matrix::set_tiles);
   m.class_<Decoder>("Decoder")
       .def(torch::init<int64_t, int64_t, int64_t, int64_t, int64_t, double, double, double, double, const std::string&>())
       .def("add_layer", &Decoder::add_layer)

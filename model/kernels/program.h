@@ -6,14 +6,29 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <iterator>
 #include <vector>
 
 namespace octavo {
 
-enum class Kind : int { f32, f16, bf16, int8 };
+enum class Kind : int { f32, f16, bf16, int8, int4 };
 enum class Activation : int { silu, gelu_tanh };
 
-// A weight [outputs, inputs], repacked in panels of 2 W outputs; see gemm.h for how a panel lies in memory.
+// By how many rows a step has, up to so many: how many panels wide the register tiles are, which are as many rows fewer
+// high. Until measure.h has found out, what holds on most processors: wide for few rows, to keep enough additions under way.
+constexpr int STEPS[] = {1, 2, 3, 4, 6, 8, 12, 16, 24, 32};
+constexpr int WIDTHS[] = {1, 2, 4};
+
+struct Tiles {
+  uint8_t width[std::size(STEPS)] = {4, 2, 2, 1, 1, 1, 1, 1, 1, 1};
+  int of(int64_t rows) const {
+    size_t i = 0;
+    while (i + 1 < std::size(STEPS) && STEPS[i] < rows) i++;
+    return width[i];
+  }
+};
+
+// A weight [outputs, inputs], repacked in panels of 2 W outputs; see panels.h for how a panel lies in memory.
 struct Matrix {
   Kind kind;
   bool gated;        // the two vectors of a panel are W gates and the W ups that belong to them
@@ -23,6 +38,7 @@ struct Matrix {
   void* data;
   float* scales;         // [panels * 2 W], int8 only: weight = scale * integer
   float* bias;           // [panels * 2 W] or null
+  Tiles tiles;
 };
 
 // Rows of activations in the form that a matrix multiplies.
@@ -30,7 +46,7 @@ struct Operand {
   const float* rows;   // [rows, stride]
   int64_t stride;
   void* encoded;       // [rows, encoded_bytes(matrix)], where the kind needs another form than float
-  float* scales;       // [rows], int8 only
+  float* scales;       // [rows], int8 and int4 only
 };
 
 struct Norm {

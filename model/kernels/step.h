@@ -64,7 +64,7 @@ inline void write_head(const octavo::Pool& pool, const Plane& p, int64_t block, 
     case Kind::f32: return write_head<float>(p, tile, slot, from, dim);
     case Kind::f16: return write_head<f16>(p, tile, slot, from, dim);
     case Kind::bf16: return write_head<bf16>(p, tile, slot, from, dim);
-    case Kind::int8: return write_codes(p, block, kv_heads, head, pool.block_size, slot, from, dim, key);
+    default: return write_codes(p, block, kv_heads, head, pool.block_size, slot, from, dim, key);
   }
 }
 
@@ -98,7 +98,7 @@ inline void attend_all(const Attended& a, Kind kind, const Rows& rows, const Por
     case Kind::f32: return attend_all<float>(a, rows, cut, counter, barrier, t);
     case Kind::f16: return attend_all<f16>(a, rows, cut, counter, barrier, t);
     case Kind::bf16: return attend_all<bf16>(a, rows, cut, counter, barrier, t);
-    case Kind::int8: return attend_all<int8_t>(a, rows, cut, counter, barrier, t);
+    default: return attend_all<int8_t>(a, rows, cut, counter, barrier, t);
   }
 }
 
@@ -111,7 +111,7 @@ inline void store_lanes(const Matrix& m, float* row, int64_t panel, const float*
 // microseconds. Two threads never write to one line of memory.
 template <class Finish>
 inline void multiply_next(const Matrix& m, const Operand& x, int64_t rows, std::atomic<int64_t>& next, Finish finish) {
-  const int64_t portion = std::max<int64_t>(together(rows), m.gated ? 16 / W : 1);
+  const int64_t portion = std::max<int64_t>(m.tiles.of(rows), m.gated ? 16 / W : 1);
   for (int64_t first; (first = next.fetch_add(portion, std::memory_order_relaxed)) < m.panels;)
     multiply_panels(m, x, rows, first, std::min(first + portion, m.panels), finish);
 }

@@ -81,7 +81,7 @@ def test_more_ranks_than_key_heads(family: str, tmp_path: Path) -> None:
     compare(folder(family, tmp_path), 4)
 
 
-@pytest.mark.parametrize(("quantization", "tolerance"), [(None, 2e-5), ("int8", 0.1)])
+@pytest.mark.parametrize(("quantization", "tolerance"), [(None, 2e-5), ("int8", 0.1), ("int4", 0.5)])
 def test_with_kernels(quantization: str | None, tolerance: float, tmp_path: Path) -> None:
     """One by one. In int8 a part of a row has a scale of its own."""
     precision = replace(EXACT, kernels=Kernels(load()), quantization=quantization)

@@ -149,7 +149,7 @@ def test_layers_that_slide_share_pages(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"max_model_len": 513}, "--max-model-len 513: must be between 1 and the model's 512"),
-        ({"quantization": "awq"}, "--quantization awq: must be int8"),
+        ({"quantization": "awq"}, "--quantization awq: must be int8 or int4"),
         ({"dtype": "int3"}, "--dtype int3: must be auto"),
     ],
 )

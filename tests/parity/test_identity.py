@@ -20,7 +20,9 @@ ALONE = range(0, 32, 5)
 """Those of the 32 that are asked alone too."""
 
 
-@pytest.mark.parametrize(("quantization", "kv"), [(None, "bfloat16"), ("int8", "int8"), (None, "tq4")])
+@pytest.mark.parametrize(
+    ("quantization", "kv"), [(None, "bfloat16"), ("int8", "int8"), ("int4", "bfloat16"), (None, "tq4")]
+)
 def test_a_request_gets_one_answer(quantization: str | None, kv: str) -> None:
     if load_kernels() is None:
         pytest.skip("plain torch sums one row and several in different orders")

@@ -119,7 +119,7 @@ def test_choices_are_shown_also_where_none_is_the_default() -> None:
     parser = argparse.ArgumentParser()
     add_serve_arguments(parser)
     text = parser.format_help()
-    assert "--quantization {int8}" in text
+    assert "--quantization {int8,int4}" in text
     assert "--device {auto,cpu,cuda}" in text
 
 

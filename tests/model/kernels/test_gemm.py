@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from model.kernels.loaded import Kernels
-from model.linear import KernelLinear
+from model.linear import DenseLinear, KernelLinear, measure_tiles
 
 KINDS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -58,7 +58,44 @@ def test_int8_is_within_its_rounding(kernels: Kernels) -> None:
     check()
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "int8"])
+GROUP = 32
+
+
+def test_int4_is_within_its_rounding(kernels: Kernels) -> None:
+    """A group of 32 weights is off by no more, in squares, than if each were off by half a step."""
+
+    @settings(max_examples=30, deadline=None)
+    @given(SHAPES, st.booleans())
+    def check(shape: tuple[int, int, int], gated: bool) -> None:
+        rows, outputs, inputs = shape
+        x, weight, bias = case(rows, outputs * (2 if gated else 1), inputs)
+        out = KernelLinear(weight, bias, "int4", kernels, gated)(x).double()
+        exact = x.double() @ weight.double().t() + bias.double()
+        bound = torch.full_like(exact, 1e-3)
+        for begin in range(0, inputs, GROUP):
+            part, given = weight[:, begin : begin + GROUP].double(), x[:, begin : begin + GROUP].double()
+            steps = (part.amax(1) - part.amin(1)) / 15
+            off = 0.5 * steps + 2**-10 * part.abs().amax(1)  # scales are kept in 16 bits
+            bound += given.norm(dim=1)[:, None] * off * part.shape[1] ** 0.5
+        assert ((out - exact).abs() <= bound).all()
+
+    check()
+
+
+@pytest.mark.parametrize("lowest", [None, 8])
+def test_int4_keeps_groups_that_a_file_had(kernels: Kernels, lowest: int | None) -> None:
+    """Q4_1: code · scale + low; Q4_0: (code - 8) · scale. Rounded to bfloat16 in between, as weights of files are."""
+    generator = torch.Generator().manual_seed(1)
+    codes = torch.randint(0, 16, (40, 4, GROUP), generator=generator).float()
+    scales = (torch.rand(40, 4, 1, generator=generator) + 0.1).half().float()
+    lows = -scales * lowest if lowest else torch.randn(40, 4, 1, generator=generator).half().float()
+    weight = (codes * scales + lows).reshape(40, -1)
+    for loaded, steps in ((weight, 0.01), (weight.bfloat16(), 0.06)):
+        kept = KernelLinear(loaded, None, "int4", kernels)(torch.eye(4 * GROUP)).t()
+        assert ((kept - weight).reshape(codes.shape).abs() <= steps * scales).all()
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "int8", "int4"])
 def test_a_row_is_the_same_alone_and_among_others(kernels: Kernels, kind: str) -> None:
     x, weight, bias = case(65, 200, 130)
     linear = KernelLinear(weight, bias, kind, kernels)
@@ -67,10 +104,46 @@ def test_a_row_is_the_same_alone_and_among_others(kernels: Kernels, kind: str) -
         assert torch.equal(linear(x[:rows]), alone[:rows]), rows
 
 
+@pytest.mark.parametrize("kind", [*KINDS, "int8", "int4"])
+def test_no_tile_changes_a_result(kernels: Kernels, kind: str) -> None:
+    """Neither those that are measured nor any other, whatever the steps."""
+    x, weight, bias = case(40, 200, 130)
+    linear = KernelLinear(weight, bias, kind, kernels)
+    steps = (1, 2, 3, 4, 5, 6, 8, 11, 12, 13, 16, 24, 32, 40)
+    before = {rows: linear(x[:rows]) for rows in steps}
+    measured = linear.matrix.measure()
+    assert set(measured) <= {1, 2, 4}
+    for tiles in (measured, *([width] * len(measured) for width in (1, 2, 4))):
+        linear.matrix.set_tiles(tiles)
+        assert all(torch.equal(linear(x[:rows]), before[rows]) for rows in steps)
+
+
+def test_each_shape_is_measured_once(kernels: Kernels) -> None:
+    wide, narrow = (KernelLinear(torch.randn(rows, 64), None, "float32", kernels) for rows in (96, 64))
+    again = KernelLinear(torch.randn(96, 64), None, "float32", kernels)
+    asked: list[str] = []
+
+    class Watched:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def measure(self) -> list[int]:
+            asked.append(f"measure {self.name}")
+            return [1] * 10
+
+        def set_tiles(self, tiles: list[int]) -> None:
+            asked.append(f"set {self.name}")
+
+    for name, linear in (("wide", wide), ("narrow", narrow), ("again", again)):
+        linear.matrix = Watched(name)
+    measure_tiles([wide, narrow, again, DenseLinear(torch.eye(3), None)])
+    assert asked == ["measure wide", "measure narrow", "set again"]
+
+
 def test_broken_rows_stay_broken_and_break_no_other(kernels: Kernels) -> None:
     x, weight, bias = case(4, 50, 40)
     x[1, 3], x[2, 39] = torch.nan, torch.inf
-    for kind in (*KINDS, "int8"):
+    for kind in (*KINDS, "int8", "int4"):
         out = KernelLinear(weight, bias, kind, kernels)(x)
         assert out[[0, 3]].isfinite().all()
         assert not out[[1, 2]].isfinite().any()
@@ -79,20 +152,26 @@ def test_broken_rows_stay_broken_and_break_no_other(kernels: Kernels) -> None:
 def test_zeros_and_sizes(kernels: Kernels) -> None:
     x, weight, bias = case(3, 70, 64)
     weight[5] = 0
-    for kind in (*KINDS, "int8"):
+    for kind in (*KINDS, "int8", "int4"):
         linear = KernelLinear(weight, bias, kind, kernels)
         torch.testing.assert_close(linear(torch.zeros(2, 64)), bias.expand(2, -1))
         assert torch.equal(linear(x)[:, 5], bias[5].expand(3))
         assert linear(x[:0]).shape == (0, 70)
-    bytes_of = {kind: KernelLinear(weight, None, kind, kernels).nbytes for kind in (*KINDS, "int8")}
+    bytes_of = {kind: KernelLinear(weight, None, kind, kernels).nbytes for kind in (*KINDS, "int8", "int4")}
     assert bytes_of["float32"] == 2 * bytes_of["bfloat16"] == 2 * bytes_of["float16"]
     assert bytes_of["int8"] < 0.6 * bytes_of["bfloat16"]
+    assert bytes_of["int4"] < 0.65 * bytes_of["int8"]
 
 
 def test_mistakes_are_errors_not_crashes(kernels: Kernels) -> None:
     x, weight, bias = case(3, 70, 64)
     with pytest.raises(RuntimeError, match="unknown kind int3"):
         KernelLinear(weight, bias, "int3", kernels)
+    matrix = KernelLinear(weight, bias, "int4", kernels).matrix
+    with pytest.raises(RuntimeError, match="no tile has the width 3"):
+        matrix.set_tiles([3] * 10)
+    with pytest.raises(RuntimeError, match="tiles must be 10 widths"):
+        matrix.set_tiles([1])
     with pytest.raises(RuntimeError, match="bias must have the shape"):
         KernelLinear(weight, bias[1:], "float32", kernels)
     with pytest.raises(RuntimeError, match="x must have the shape"):

@@ -118,17 +118,20 @@ def test_codes(kernels: Kernels, kv: str, tmp_path: Path) -> None:
     assert float((out - expected).norm() / expected.norm()) < 2e-2
 
 
-def test_int8_stays_close(kernels: Kernels, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("quantization", "off", "size"), [("int8", 0.05, 0.5), ("int4", 0.5, 0.4)])
+def test_integers_stay_close(kernels: Kernels, quantization: str, off: float, size: float, tmp_path: Path) -> None:
     config, weights = opened("qwen3", tmp_path)
     plain = Precision(torch.float32, torch.float32, FORMATS["float32"])
     _, expected = hidden(config, weights, plain)
-    model, out = hidden(config, weights, replace(plain, kernels=kernels, quantization="int8"))
-    assert float((out - expected).norm() / expected.norm()) < 0.05
+    model, out = hidden(config, weights, replace(plain, kernels=kernels, quantization=quantization))
+    assert float((out - expected).norm() / expected.norm()) < off
     wide, _ = hidden(config, weights, replace(plain, kernels=kernels))
-    assert model.weight_bytes < 0.5 * wide.weight_bytes
+    assert model.weight_bytes < size * wide.weight_bytes
 
 
-@pytest.mark.parametrize(("quantization", "kv"), [(None, "bfloat16"), ("int8", "int8"), (None, "tq4")])
+@pytest.mark.parametrize(
+    ("quantization", "kv"), [(None, "bfloat16"), ("int8", "int8"), ("int4", "bfloat16"), (None, "tq4")]
+)
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_a_token_is_the_same_in_any_step(
     kernels: Kernels, family: str, quantization: str | None, kv: str, tmp_path: Path
