@@ -24,7 +24,7 @@ from loadtest.workloads import BadWorkload
 from model.errors import ModelError
 
 ALL_FAILED, BAD_START, INTERRUPTED = 1, 2, 130
-BENCHES = ("compare", "export", "fairness", "growth", "kv", "perplexity", "soak", "turns")
+BENCHES = ("compare", "export", "fairness", "growth", "kv", "perplexity", "sharing", "soak", "turns")
 """Each is a module of that name. Imported when it is asked for: some need libraries of an extra."""
 
 

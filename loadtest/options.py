@@ -45,7 +45,8 @@ def make_parser() -> argparse.ArgumentParser:
         "octavo bench perplexity: what number types cost. octavo bench kv: what "
         "formats of keys and values hold, cost and take. octavo bench growth: what a step and the queue cost. "
         "octavo bench fairness: what a tenant feels of a greedy one. octavo bench turns: how soon a conversation goes "
-        "on, before and after a restart. octavo bench soak: whether anything is lost under faults.",
+        "on, before and after a restart. octavo bench sharing: what priorities and cores of a server's processes "
+        "bring. octavo bench soak: whether anything is lost under faults.",
         formatter_class=Help,
         argument_default=None,
     )

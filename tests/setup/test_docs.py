@@ -15,6 +15,7 @@ from loadtest.growth import make_parser as make_growth_parser
 from loadtest.kv import make_parser as make_kv_parser
 from loadtest.options import check, make_parser
 from loadtest.perplexity import make_parser as make_perplexity_parser
+from loadtest.sharing import make_parser as make_sharing_parser
 from loadtest.turns import make_parser as make_turns_parser
 from server.cli import add_serve_arguments
 from server.planning import plan_parser
@@ -94,6 +95,8 @@ def test_commands_are_understood(root: Path, name: str) -> None:
             make_turns_parser().parse_args(words[1:])
         elif words[:1] == ["growth"]:
             make_growth_parser().parse_args(words[1:])
+        elif words[:1] == ["sharing"]:
+            make_sharing_parser().parse_args(words[1:])
         else:
             bench = make_parser()
             check(bench, bench.parse_args(words))
