@@ -278,16 +278,17 @@ async def test_checkers_that_start_slowly_keep_nobody_waiting(
 async def test_who_finds_no_turn_is_told_to_come_back(structures: Structures, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "WAIT_SECONDS", 0.2)
     await structures.grammar(structure("regex", "a"))
-    slow = [asyncio.create_task(structures.grammar(structure("json", SLOW | {"minimum": n}))) for n in range(2)]
+    held = threading.Event()
+    monkeypatch.setattr(compiler.Checker, "ask", lambda checker, frame: held.wait(30) and None)
+    taken = [asyncio.create_task(refusal(structures, structure("regex", name))) for name in "cd"]
     while structures._free:
         await asyncio.sleep(0.01)
     assert await structures.grammar(structure("regex", "a")), "what is known needs no turn"
     with pytest.raises(Overloaded) as caught:
         await structures.grammar(structure("regex", "b"))
     assert caught.value.reason == "grammar_checkers"
-    for task in slow:
-        task.cancel()
-    await asyncio.gather(*slow, return_exceptions=True)
+    held.set()
+    await asyncio.gather(*taken)
 
 
 async def test_verdicts_are_bounded(structures: Structures, monkeypatch: pytest.MonkeyPatch) -> None:
