@@ -61,10 +61,38 @@ struct Matrix : torch::CustomClassHolder {
 
   // x [rows, inputs] float32 → [rows, outputs] float32; of a gated one [rows, 2 outputs].
   Tensor multiply(const Tensor& x) {
+    Tensor y = at::empty({x.size(0), m.outputs * (m.gated ? 2 : 1)}, at::kFloat);
+    each_thread(x, [&](const octavo::Operand& operand, std::atomic<int64_t>& next, int) {
+      kernels.multiply(m, operand, x.size(0), pointer<float>(y), nullptr, next);
+    });
+    return y;
+  }
+
+  // x as above → [rows] int64: the first of a row's largest outputs, none of which is written to memory. BAD_LOGITS where
+  // one is NaN or +inf, or all are -inf.
+  Tensor likeliest(const Tensor& x) {
+    TORCH_CHECK(!m.gated, "a gated matrix has no likeliest output");
+    const int64_t rows = x.size(0);
+    std::vector<octavo::Peak> peaks(rows * at::get_num_threads());  // of a thread after another's
+    each_thread(x, [&](const octavo::Operand& operand, std::atomic<int64_t>& next, int number) {
+      kernels.multiply(m, operand, rows, nullptr, peaks.data() + rows * number, next);
+    });
+    Tensor found = at::empty({rows}, at::kLong);
+    for (int64_t row = 0; row < rows; row++) {
+      octavo::Peak peak;
+      for (size_t at = row; at < peaks.size(); at += rows)
+        if (peak < peaks[at]) peak = peaks[at];
+      pointer<int64_t>(found)[row] = std::isfinite(peak.value) ? peak.output : octavo::BAD_LOGITS;
+    }
+    return found;
+  }
+
+  // All threads call work(operand, next, number of the thread), once the rows of x are in the form that is multiplied.
+  template <class Work>
+  void each_thread(const Tensor& x, Work work) {
     const int64_t rows = x.size(0);
     checked(x, at::kFloat, {rows, m.inputs}, "x");
-    Tensor y = at::empty({rows, m.outputs * (m.gated ? 2 : 1)}, at::kFloat);
-    if (rows == 0) return y;
+    if (rows == 0) return;
     Tensor encoded = at::empty({rows * kernels.encoded_bytes(m.kind, m.inputs)}, at::kByte);
     Tensor factors = at::empty({m.kind == Kind::int8 ? rows : 0}, at::kFloat);
     const octavo::Operand operand{pointer<float>(x), m.inputs, encoded.data_ptr(), pointer<float>(factors)};
@@ -73,9 +101,8 @@ struct Matrix : torch::CustomClassHolder {
     parallel([&](const octavo::Thread& t) {
       for (int64_t row = t.number; row < rows; row += t.count) kernels.encode(m, operand, row);
       barrier.wait(t.count);
-      kernels.multiply(m, operand, rows, pointer<float>(y), next);
+      work(operand, next, t.number);
     });
-    return y;
   }
 };
 
@@ -297,6 +324,7 @@ LIBRARY(OCTAVO_LIBRARY, m) {
   m.class_<Matrix>("Matrix")
       .def(torch::init<const Tensor&, const optional<Tensor>&, const std::string&, bool>())
       .def("multiply", &Matrix::multiply)
+      .def("likeliest", &Matrix::likeliest)
       .def("nbytes", &Matrix::nbytes);
   m.class_<Decoder>("Decoder")
       .def(torch::init<int64_t, int64_t, int64_t, int64_t, int64_t, double, double, double, double, const std::string&>())
