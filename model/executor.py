@@ -81,7 +81,9 @@ class Runner:
             if self.model.reads_unwritten:
                 clean(self.storage, inputs.opened)
             hidden = self.model.forward(inputs, self.storage)
-            drawing = self._draws(rows, hidden.index_select(0, inputs.sampled)) if len(inputs.sampled) else None
+            drawing, count = None, len(inputs.sampled)
+            if count:  # most steps are decodes, and draw behind every token
+                drawing = self._draws(rows, hidden if count == len(hidden) else hidden.index_select(0, inputs.sampled))
             starts = inputs.row_starts.tolist()
             prompts = self._prompts(rows, starts, hidden)
             states = {n: hidden[starts[n] : starts[n + 1]] for n, row in enumerate(rows) if row.params.pooling}
@@ -124,9 +126,6 @@ class Runner:
                     result.tokens[number] = drawn
                     if rows[number].params.logprobs is not None:
                         result.logprobs[number] = [v for v in logprobs[begin : begin + len(drawn)] if v is not None]
-            for number, row in enumerate(rows):
-                if row.params.prompt_logprobs is not None:
-                    result.prompt_logprobs[number] = []
             for number, (hidden, following) in prompts.items():
                 k = rows[number].params.prompt_logprobs
                 assert k is not None
@@ -150,16 +149,15 @@ class Runner:
         return self._sampler.sample(drawing.logits, drawing.rows, masks, drawing.ahead)
 
     def _prompts(self, rows: list[Row], row_starts: list[int], hidden: Tensor) -> dict[int, tuple[Tensor, list[int]]]:
-        """Per row that wants prompt logprobs: hidden states [n, hidden] and the n prompt tokens that follow them."""
+        """Per row that wants prompt logprobs: hidden states [n, hidden] and the n ≥ 0 prompt tokens that follow."""
         found = {}
         for number, row in enumerate(rows):
             if row.params.prompt_logprobs is None:
                 continue
-            count = min(row.start + row.count, row.prompt_len - 1) - row.start
-            if count > 0:
-                begin = row_starts[number]
-                following = row.tokens[row.start + 1 : row.start + 1 + count]
-                found[number] = (hidden[begin : begin + count], following)
+            count = max(0, min(row.start + row.count, row.prompt_len - 1) - row.start)
+            begin = row_starts[number]
+            following = row.tokens[row.start + 1 : row.start + 1 + count]
+            found[number] = (hidden[begin : begin + count], following)
         return found
 
 
