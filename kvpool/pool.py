@@ -322,6 +322,8 @@ class KVPool:
         several = self.num_groups > 1
         for table, computed in rows:
             total += computed * self.num_groups - (sum(table.freed) * size if self.slides else 0)
+            if not self._surplus:  # nothing is shared
+                continue
             for blocks in table.groups if several else (table.blocks,):
                 for i in range(computed // size, len(blocks)):
                     if refs[blocks[i]] > 1:

@@ -93,7 +93,8 @@ def watch(engine: Any) -> Stopwatch:
         (model, "forward", "ends" if fused else "layers"),
         *([(model, "fused", "layers")] if fused else []),
         (model, "logits", "head"),
-        (runner._sampler, "sample", "sampling"),
+        (model, "likeliest", "head"),
+        (runner, "_sample", "sampling"),
         *((engine._state.pool, name, "blocks") for name in POOL),
         (runner.storage, "copy", "blocks"),
     ):

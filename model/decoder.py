@@ -57,6 +57,11 @@ class Model(Protocol):
         """[rows, hidden] → [rows, vocab] float32."""
         ...
 
+    def likeliest(self, hidden: Tensor) -> Tensor | None:
+        """The first id with the largest logit of each row, int64 [rows], BAD_LOGITS where they are not finite; None
+        where that takes the logits."""
+        ...
+
 
 class LayersAtOnce(Protocol):
     """Our own kernels for what lies between the embedding and the last norm."""
@@ -142,6 +147,11 @@ class Decoder:
         if cap is not None:
             logits = logits.div_(cap).tanh_().mul_(cap)
         return logits if self.group is None else self.group.join(logits, self.config.vocab_size)
+
+    def likeliest(self, hidden: Tensor) -> Tensor | None:
+        # What is done to logits keeps their order, but rounding may make equals of two.
+        plain = self.config.logits_divisor == 1.0 and self.config.logits_softcap is None and self.group is None
+        return self.head.likeliest(hidden) if plain else None
 
     def abstain(self, tokens: int, joins: Sequence[int]) -> None:
         """Make with zeros the collectives that are left of a step which failed here, so that the other ranks come to

@@ -20,7 +20,7 @@ from model.kernels.loaded import Kernels
 from model.logprobs import prompt_logprobs
 from model.params import Logprob
 from model.pooling import pooled
-from model.sampler import Sampler
+from model.sampler import Sampler, likeliest
 from model.speculation import agreed, positions
 
 PROMPT_ROWS = 64
@@ -31,14 +31,14 @@ PROMPT_ROWS = 64
 class Draws:
     """What a step draws, in the order of its logits."""
 
-    logits: Tensor
-    """float32 [draws, vocab]"""
+    logits: Tensor | None
+    """float32 [draws, vocab]; None where `ahead` has all that is asked."""
     rows: list[Row]
     """Of each draw the row as it stands there."""
     first: dict[int, int]
     """By number of a row that draws: its first draw."""
     ahead: Drawn | None
-    """Those that a GPU has drawn by itself."""
+    """Those that a GPU, or the head's product, has drawn by itself."""
 
     def take(self, numbers: Sequence[int]) -> Tensor | None:
         """What these rows draw, on the device; None where some of it is not drawn there."""
@@ -81,7 +81,9 @@ class Runner:
             if self.model.reads_unwritten:
                 clean(self.storage, inputs.opened)
             hidden = self.model.forward(inputs, self.storage)
-            drawing = self._draws(rows, hidden.index_select(0, inputs.sampled)) if len(inputs.sampled) else None
+            drawing, count = None, len(inputs.sampled)
+            if count:  # most steps are decodes, and draw behind every token
+                drawing = self._draws(rows, hidden if count == len(hidden) else hidden.index_select(0, inputs.sampled))
             starts = inputs.row_starts.tolist()
             prompts = self._prompts(rows, starts, hidden)
             states = {n: hidden[starts[n] : starts[n + 1]] for n, row in enumerate(rows) if row.params.pooling}
@@ -89,11 +91,15 @@ class Runner:
 
     def _draws(self, rows: list[Row], hidden: Tensor) -> Draws:
         """Of hidden states [draws, hidden]. On a GPU what can be drawn by itself is enqueued with the step."""
-        logits, places, first = self.model.logits(hidden), list[Row](), dict[int, int]()
+        places, first = list[Row](), dict[int, int]()
         for number, row in enumerate(rows):
             if draws(row):
                 first[number] = len(places)
                 places += positions(row)
+        tokens = self.model.likeliest(hidden) if likeliest(places) else None
+        if tokens is not None:
+            return Draws(None, places, first, Drawn(tokens, range(len(places))))
+        logits = self.model.logits(hidden)
         return Draws(logits, places, first, self._ahead(logits, places))
 
     def _ahead(self, logits: Tensor, places: list[Row]) -> Drawn | None:
@@ -109,9 +115,7 @@ class Runner:
         result = StepResult([[] for _ in rows], [[] for _ in rows], [None] * len(rows))
         with torch.inference_mode():
             if drawing is not None:
-                # Before anything waits for the logits: on a GPU they are still being computed.
-                masks = self._masks.fill([rows[number] for number in drawing.first])
-                tokens, logprobs = self._sampler.sample(drawing.logits, drawing.rows, masks, drawing.ahead)
+                tokens, logprobs = self._sample(rows, drawing)
                 for number, begin in drawing.first.items():
                     draft, matcher = rows[number].draft, rows[number].matcher
                     end = begin + 1 + len(draft)
@@ -122,9 +126,6 @@ class Runner:
                     result.tokens[number] = drawn
                     if rows[number].params.logprobs is not None:
                         result.logprobs[number] = [v for v in logprobs[begin : begin + len(drawn)] if v is not None]
-            for number, row in enumerate(rows):
-                if row.params.prompt_logprobs is not None:
-                    result.prompt_logprobs[number] = []
             for number, (hidden, following) in prompts.items():
                 k = rows[number].params.prompt_logprobs
                 assert k is not None
@@ -139,17 +140,24 @@ class Runner:
                 result.pooled[number] = pooled(part.float().cpu().numpy(), row.pooled, row.params.pooling)
         return result
 
+    def _sample(self, rows: list[Row], drawing: Draws) -> tuple[list[int], list[Logprob | None]]:
+        if drawing.logits is None:
+            assert drawing.ahead is not None
+            return list(drawing.ahead.wait().values()), []
+        # Before anything waits for the logits: on a GPU they are still being computed.
+        masks = self._masks.fill([rows[number] for number in drawing.first])
+        return self._sampler.sample(drawing.logits, drawing.rows, masks, drawing.ahead)
+
     def _prompts(self, rows: list[Row], row_starts: list[int], hidden: Tensor) -> dict[int, tuple[Tensor, list[int]]]:
-        """Per row that wants prompt logprobs: hidden states [n, hidden] and the n prompt tokens that follow them."""
+        """Per row that wants prompt logprobs: hidden states [n, hidden] and the n ≥ 0 prompt tokens that follow."""
         found = {}
         for number, row in enumerate(rows):
             if row.params.prompt_logprobs is None:
                 continue
-            count = min(row.start + row.count, row.prompt_len - 1) - row.start
-            if count > 0:
-                begin = row_starts[number]
-                following = row.tokens[row.start + 1 : row.start + 1 + count]
-                found[number] = (hidden[begin : begin + count], following)
+            count = max(0, min(row.start + row.count, row.prompt_len - 1) - row.start)
+            begin = row_starts[number]
+            following = row.tokens[row.start + 1 : row.start + 1 + count]
+            found[number] = (hidden[begin : begin + count], following)
         return found
 
 

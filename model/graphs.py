@@ -133,6 +133,9 @@ class Captured:
     def logits(self, hidden: Tensor) -> Tensor:
         return self.model.logits(hidden)
 
+    def likeliest(self, hidden: Tensor) -> Tensor | None:
+        return self.model.likeliest(hidden)
+
     def _capture(self, rows: int, rooms: list[tuple[int, Hashable, Room]], recorder: Recorder) -> Graph:
         storage = self.storage
         fields = torch.zeros(4 + len(storage.groups.windows), rows, dtype=torch.int64, device=storage.data.device)

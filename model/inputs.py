@@ -62,16 +62,17 @@ class StepInputs:
     def __init__(self, packed: Tensor, sampled: Tensor, block_size: int) -> None:
         self.fields = packed
         """[4 + groups, T]: what follows, a row each; the blocks of all groups are the last."""
-        self.token_ids: Tensor = packed[_TOKENS]
+        self.token_ids: Tensor
         """[T]"""
-        self.positions: Tensor = packed[_POSITIONS]
+        self.positions: Tensor
         """[T]"""
-        self.offsets: Tensor = packed[_OFFSETS]
+        self.offsets: Tensor
         """[T]"""
-        self.lengths: Tensor = packed[_LENGTHS]
+        self.lengths: Tensor
         """[T] known tokens of each token's sequence, computed or not; of a draft, those up to the token itself."""
-        self.blocks: Tensor = packed[_BLOCKS]
+        self.blocks: Tensor
         """[T]"""
+        self.token_ids, self.positions, self.offsets, self.lengths, self.blocks, *others = packed.unbind()
         self.sampled = sampled
         """[S] index among the T tokens of those behind which a token is drawn: a row's last one, and its draft."""
         self.device = packed.device
@@ -95,7 +96,7 @@ class StepInputs:
         self._common: dict[Hashable, Any] = {}
         """The same of `common`, for all groups."""
         self._others: list[StepInputs] = []
-        for blocks in packed[_BLOCKS + 1 :]:
+        for blocks in others:
             view = copy(self)
             view.blocks, view.plans, view._others = blocks, {}, []
             self._others.append(view)
@@ -174,17 +175,17 @@ class InputBuilder:
         counts = np.array([row.count for row in rows], np.int64) + drafts
         contexts = starts + counts
         row_starts = np.zeros(len(rows) + 1, np.int64)
-        counts.cumsum(out=row_starts[1:])
+        np.add.accumulate(counts, out=row_starts[1:])
         total = int(row_starts[-1])
         if total > self._packed.shape[1]:
             raise ValueError(f"a step of {total} tokens is larger than the {self._packed.shape[1]} of the runner")
-        needed = -(-contexts // size)
+        needed = (-(-contexts // size)).tolist()
         window, *others = self._windows
-        tables = np.zeros((1 + len(others), len(rows), int(needed.max())), np.int64)
+        tables = np.zeros((1 + len(others), len(rows), max(needed)), np.int64)
         tokens: list[int] = []
         sampled: list[int] = []
         unread: list[tuple[int, int]] = []
-        for number, (row, blocks) in enumerate(zip(rows, needed.tolist(), strict=True)):
+        for number, (row, blocks) in enumerate(zip(rows, needed, strict=True)):
             if len(row.more) != len(others):
                 raise ValueError(f"row {number} has tables of {1 + len(row.more)} groups, the pool {1 + len(others)}")
             if len(row.blocks) < blocks:
@@ -207,7 +208,7 @@ class InputBuilder:
 
         packed = self._packed[:, :total]
         packed[_TOKENS] = tokens
-        owner = np.repeat(np.arange(len(rows)), counts)
+        owner = np.arange(len(rows)).repeat(counts)
         positions = np.arange(total) + (starts - row_starts[:-1])[owner]
         packed[_POSITIONS] = positions
         columns, packed[_OFFSETS] = np.divmod(positions, size)

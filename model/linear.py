@@ -111,6 +111,11 @@ class KernelLinear:
         out: Tensor = self.matrix.multiply(x.float().contiguous())
         return out
 
+    def likeliest(self, x: Tensor) -> Tensor:
+        """x [rows, in_features] → int64 [rows]: see `Head.likeliest`."""
+        found: Tensor = self.matrix.likeliest(x.float().contiguous())
+        return found
+
 
 def make_linear(weight: Tensor, bias: Tensor | None, precision: Precision, *, gated: bool = False) -> Linear:
     """The fastest kind for a weight [out_features, in_features] that lies on its device in any float type.
@@ -165,6 +170,11 @@ class Head:
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.linear(x)
+
+    def likeliest(self, x: Tensor) -> Tensor | None:
+        """The first id with the largest logit of each row, int64 [rows], found while they are computed: none is written
+        to memory and read again. BAD_LOGITS where they are not finite. None where only our kernels could do it."""
+        return self.linear.likeliest(x) if isinstance(self.linear, KernelLinear) else None
 
 
 class _CudaHead:

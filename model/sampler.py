@@ -33,6 +33,11 @@ _COLDEST = 1e-4
 _BLOCK = 128
 
 
+def likeliest(rows: Sequence[Row]) -> bool:
+    """Whether all that is asked of these is the likeliest token."""
+    return all(row.plain and _is_greedy(row.params) for row in rows)
+
+
 class Sampler:
     """Draws one token per row. Keeps nothing between calls."""
 

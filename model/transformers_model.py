@@ -130,6 +130,9 @@ class TransformersModel:
         logits: Tensor = self._head(input_ids=None, use_cache=False).logits[0]
         return logits.float()
 
+    def likeliest(self, hidden: Tensor) -> None:
+        return None
+
     def _run(self, step: Step) -> Tensor:
         inputs = step.inputs
         token = _step.set(step)

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import sqrt
+from operator import mul
 
 PACE_FORGETTING, SHAPE_FORGETTING = 0.93, 0.99
 """Weight of a step after the next one: some fourteen steps count, and some hundred."""
@@ -93,7 +94,7 @@ class Fit:
             for i, row in enumerate(self._gram):
                 weight = row[i]
                 if weight > 0:
-                    missing = self._right[i] - _dot(row, shape)
+                    missing = self._right[i] - sum(map(mul, row, shape))
                     pull = self._trust[i] * weight * (self._prior[i] - shape[i])
                     step = (missing + pull) / ((1 + self._trust[i]) * weight)
                     shape[i] = max(shape[i] + step, FLOOR * self._prior[i])

@@ -254,13 +254,23 @@ class Sequence:
     def row(self, count: int) -> Row:
         """Its next `count` tokens as a part of a step. The table covers them."""
         request, start, table = self.request, self.num_computed, self.table
-        row = Row(self.tokens, self.prompt_len, start, count, table.blocks, request.params, self.index, more=table.more)
-        row.length += self.ahead
-        row.samples = start + count == row.length and request.params.max_tokens > 0
-        row.plain, row.matcher, row.pooled = request.plain, self.matcher, request.pooled
-        if self.ahead:
-            row.source = self.slot
-        return row
+        length = len(self.tokens) + self.ahead
+        return Row(
+            self.tokens,
+            self.prompt_len,
+            start,
+            count,
+            table.blocks,
+            request.params,
+            self.index,
+            samples=start + count == length and request.params.max_tokens > 0,
+            plain=request.plain,
+            matcher=self.matcher,
+            pooled=request.pooled,
+            length=length,
+            source=self.slot if self.ahead else -1,
+            more=table.more,
+        )
 
     @property
     def finish(self) -> FinishReason:

@@ -4,10 +4,25 @@
 
 namespace OCTAVO_ISA {
 
-// y [rows, outputs]; of a gated matrix [rows, 2 outputs], gates before ups.
-static void multiply_all(const Matrix& m, const Operand& x, int64_t rows, float* y, std::atomic<int64_t>& next) {
+using octavo::Peak;
+
+// The peak of a row, now that a panel more is known.
+static void lift(Peak& peak, const float* values, int64_t first, int64_t last) {
+  vi more = {};  // or NaN
+  for (int j = 0; j < PANEL; j += W) more |= ~(vi)(load<vf>(values + j) <= splat(peak.value));
+  if (!any(more)) return;  // nearly always: a larger one comes ever more rarely
+  for (int64_t output = first; output < last; output++) {
+    const Peak found{values[output - first], output};
+    if (peak < found) peak = found;
+  }
+}
+
+static void multiply_all(const Matrix& m, const Operand& x, int64_t rows, float* y, Peak* peaks,
+                         std::atomic<int64_t>& next) {
   const int64_t outputs = m.outputs;
+  // One call for both: the tiles are compiled once.
   multiply_next(m, x, rows, next, [&](int64_t row, int64_t panel, const float* values) {
+    if (peaks) return lift(peaks[row], values, panel * PANEL, std::min((panel + 1) * PANEL, outputs));
     if (!m.gated) return store_lanes(m, y + row * outputs, panel, values);
     const int64_t lanes = std::min<int64_t>(W, outputs - panel * W);
     for (int half = 0; half < 2; half++)

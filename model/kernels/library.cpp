@@ -1,101 +1,8 @@
 // The kernels as torch classes and operators: checks shapes and types, owns memory, opens the parallel region.
 #include "draws.h"
-#include "measure.h"
+#include "matrix.h"
 
 namespace {
-
-struct Matrix : torch::CustomClassHolder {
-  octavo::Matrix m{};
-  Tensor data, scales, bias;
-
-  // weight [outputs, inputs], or [2 outputs, inputs] where gated: gates before ups.
-  Matrix(const Tensor& weight, const optional<Tensor>& given_bias, const std::string& kind, bool gated) {
-    TORCH_CHECK(weight.dim() == 2 && weight.is_contiguous(), "weight must be contiguous, [outputs, inputs]");
-    const std::string kinds[] = {"float32", "float16", "bfloat16", "int8", "int4"};  // in the order of Kind
-    const auto* found = std::find(std::begin(kinds), std::end(kinds), kind);
-    TORCH_CHECK(found != std::end(kinds), "unknown kind ", kind);
-    kind_of(weight, "weight");
-    m.kind = Kind(found - kinds);
-    m.gated = gated;
-    m.outputs = weight.size(0) / (gated ? 2 : 1);
-    m.inputs = weight.size(1);
-    m.panels = kernels.panel_count(gated, m.outputs);
-    const int64_t lanes = m.panels * kernels.panel;
-    data = carve(m.panels * kernels.panel_bytes(m.kind, m.inputs));
-    m.data = data.data_ptr();
-    if (m.kind == Kind::int8) {
-      scales = at::zeros({lanes}, at::kFloat);
-      m.scales = pointer<float>(scales);
-    }
-    if (given_bias) {
-      checked(*given_bias, at::kFloat, {weight.size(0)}, "bias");
-      bias = at::zeros({lanes}, at::kFloat);
-      m.bias = pointer<float>(bias);
-      for (int64_t lane = 0; lane < lanes; lane++) {
-        const int64_t row = kernels.source_row(m, lane / kernels.panel, int(lane % kernels.panel));
-        if (row >= 0) m.bias[lane] = pointer<float>(*given_bias)[row];
-      }
-    }
-    at::parallel_for(0, m.panels, 1, [&](int64_t first, int64_t last) {
-      for (int64_t panel = first; panel < last; panel++) pack(weight, panel);
-    });
-  }
-
-  void pack(const Tensor& weight, int64_t panel) {
-    const int64_t stride = (m.inputs + MOST_LANES - 1) / MOST_LANES * MOST_LANES;
-    std::vector<float> rows(kernels.panel * stride);
-    for (int lane = 0; lane < kernels.panel; lane++) {
-      const int64_t row = kernels.source_row(m, panel, lane), from = row * m.inputs;
-      float* to = rows.data() + lane * stride;
-      if (row < 0) continue;
-      if (weight.scalar_type() == at::kFloat) std::copy_n(pointer<float>(weight) + from, m.inputs, to);
-      if (weight.scalar_type() == at::kHalf) std::copy_n(pointer<at::Half>(weight) + from, m.inputs, to);
-      if (weight.scalar_type() == at::kBFloat16) std::copy_n(pointer<at::BFloat16>(weight) + from, m.inputs, to);
-    }
-    kernels.pack_panel(m, panel, rows.data(), stride);
-  }
-
-  int64_t nbytes() const {
-    int64_t total = data.nbytes();
-    for (const Tensor& t : {scales, bias}) total += t.defined() ? t.nbytes() : 0;
-    return total;
-  }
-
-  // Panels of a register tile for steps of up to 1, 2, 3, 4, 6, … rows: measured, or as another weight of this shape has
-  // them.
-  std::vector<int64_t> measure() {
-    m.tiles = measured(m);
-    return {std::begin(m.tiles.width), std::end(m.tiles.width)};
-  }
-
-  void set_tiles(const std::vector<int64_t>& widths) {
-    TORCH_CHECK(widths.size() == std::size(m.tiles.width), "tiles must be ", std::size(m.tiles.width), " widths");
-    for (int64_t width : widths)
-      TORCH_CHECK(std::count(std::begin(octavo::WIDTHS), std::end(octavo::WIDTHS), width), "no tile has the width ", width);
-    std::copy(widths.begin(), widths.end(), m.tiles.width);
-  }
-
-  // x [rows, inputs] float32 → [rows, outputs] float32; of a gated one [rows, 2 outputs].
-  Tensor multiply(const Tensor& x) {
-    const int64_t rows = x.size(0);
-    checked(x, at::kFloat, {rows, m.inputs}, "x");
-    Tensor y = at::empty({rows, m.outputs * (m.gated ? 2 : 1)}, at::kFloat);
-    if (rows == 0) return y;
-    Tensor encoded = at::empty({rows * kernels.encoded_bytes(m.kind, m.inputs)}, at::kByte);
-    Tensor factors = at::empty({rows}, at::kFloat);
-    const octavo::Operand operand{pointer<float>(x), m.inputs, encoded.data_ptr(), pointer<float>(factors)};
-    octavo::Barrier barrier;
-    std::atomic<int64_t> next{0};
-    parallel([&](const octavo::Thread& t) {
-      for (int64_t row = t.number; row < rows; row += t.count) kernels.encode(m, operand, row);
-      barrier.wait(t.count);
-      kernels.multiply(m, operand, rows, pointer<float>(y), next);
-    });
-    return y;
-  }
-};
-
-using Handle = c10::intrusive_ptr<Matrix>;
 
 // Those of StepInputs: blocks [groups, tokens], tables [groups, rows, columns].
 octavo::Rows rows_of(const Tensor& blocks, const Tensor& offsets, const Tensor& row_starts, const Tensor& starts,
@@ -313,9 +220,10 @@ LIBRARY(OCTAVO_LIBRARY, m) {
   m.class_<Matrix>("Matrix")
       .def(torch::init<const Tensor&, const optional<Tensor>&, const std::string&, bool>())
       .def("multiply", &Matrix::multiply)
-      .def("nbytes", &Matrix::nbytes)
+      .def("likeliest", &Matrix::likeliest)
       .def("measure", &Matrix::measure)
-      .def("set_tiles", &Matrix::set_tiles);
+      .def("set_tiles", &Matrix::set_tiles)
+      .def("nbytes", &Matrix::nbytes);
   m.class_<Decoder>("Decoder")
       .def(torch::init<int64_t, int64_t, int64_t, int64_t, int64_t, double, double, double, double, const std::string&>())
       .def("add_layer", &Decoder::add_layer)

@@ -52,7 +52,7 @@ octavo::Tiles measured(const octavo::Matrix& m) {
     std::fill(std::begin(part.tiles.width), std::end(part.tiles.width), uint8_t(width));
     std::atomic<int64_t> next{0};
     const double began = seconds_of_this_thread();
-    kernels.multiply(part, operand, rows, pointer<float>(y), next);
+    kernels.multiply(part, operand, rows, pointer<float>(y), nullptr, next);
     return seconds_of_this_thread() - began;
   };
   octavo::Tiles tiles;

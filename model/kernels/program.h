@@ -49,6 +49,15 @@ struct Operand {
   float* scales;       // [rows], int8 and int4 only
 };
 
+// The largest of a row's outputs so far, and the first that is so; NaN where one is.
+struct Peak {
+  float value = -__builtin_inff();
+  int64_t output = 0;
+  bool operator<(const Peak& other) const {
+    return value < other.value || (value == other.value && output > other.output) || other.value != other.value;
+  }
+};
+
 struct Norm {
   const float* weight = nullptr;  // null: there is no such norm
 };
@@ -247,7 +256,9 @@ struct Kernels {
   int64_t (*source_row)(const Matrix& m, int64_t panel, int lane);
   void (*pack_panel)(const Matrix& m, int64_t panel, const float* rows, int64_t stride);
   void (*encode)(const Matrix& m, const Operand& x, int64_t row);
-  void (*multiply)(const Matrix& m, const Operand& x, int64_t rows, float* y, std::atomic<int64_t>& next);
+  // y [rows, outputs]; of a gated matrix [rows, 2 outputs], gates before ups. Or, where `peaks` is not null, [rows] of
+  // those outputs that this thread computes, and none is written.
+  void (*multiply)(const Matrix& m, const Operand& x, int64_t rows, float* y, Peak* peaks, std::atomic<int64_t>& next);
   // `groups`: those whose layers have this window.
   int64_t (*cut)(const Rows& rows, const Geometry& g, int64_t window, const std::vector<int64_t>& groups,
                  int64_t block_size, Portions& to);

@@ -16,6 +16,8 @@ from model.config import ModelConfig
 from model.config_reader import read_config
 from model.decoder import Decoder
 from model.errors import ModelError
+from model.kernels.build import load
+from model.kernels.loaded import Kernels
 from model.linear import PackedLinear, WideningLinear
 from model.precision import Precision
 from model.source import ModelSource
@@ -129,3 +131,16 @@ def test_softcap_and_divisor_of_the_logits(tmp_path: Path) -> None:
     hidden = torch.randn(3, config.hidden_size)
     expected = 5.0 * (plain.logits(hidden) / 4.0 / 5.0).tanh()
     torch.testing.assert_close(capped.logits(hidden), expected)
+
+
+@pytest.mark.parametrize("changed", [{"logits_softcap": 5.0}, {"logits_divisor": 4.0}])
+def test_logits_that_are_changed_must_be_there(changed: Any, tmp_path: Path) -> None:
+    """Rounding may make equals of two, and then the first of them is the likeliest."""
+    config, tensors = opened(tmp_path, "llama")
+    compiled = replace(EXACT, kernels=Kernels(load()))
+    hidden = torch.randn(3, config.hidden_size)
+    plain = decoder(config, tensors, compiled)
+    likeliest = plain.likeliest(hidden)
+    assert likeliest is not None
+    assert torch.equal(likeliest, plain.logits(hidden).argmax(1))
+    assert decoder(replace(config, **changed), tensors, compiled).likeliest(hidden) is None

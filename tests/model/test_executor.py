@@ -111,6 +111,25 @@ def test_seeded_draws_do_not_depend_on_the_batch(runner: Runner) -> None:
     assert together[1:] == alone
 
 
+def test_rows_that_ask_for_the_likeliest_token_alone_need_no_logits(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = prompts(VOCAB, [20, 31])
+    expected = one(runner, row(first, 0, 20, 1), row(second, 0, 31, 5))
+    last = row([*first, expected[0]], 20, 1, 1)
+    follows = one(runner, replace(last, tokens=[*last.tokens]))
+    draft = replace(row(first, 19, 1, 1), draft=[expected[0], follows[0]])
+    both = [replace(draft, plain=True), row(second, 0, 31, 5, plain=True)]
+    sampled = row(second, 0, 31, 5, plain=True, params=SamplingParams(max_tokens=1, seed=0))
+    mixed = runner.execute(Batch([both[0], sampled])).result().tokens[0]
+    monkeypatch.delattr(type(runner.model), "logits")
+    result = runner.execute(Batch(both)).result().tokens
+    assert result == [mixed, expected[1:]]
+    assert mixed[:2] == [expected[0], follows[0]]
+    runner.storage.data[:, :, 1] = torch.nan
+    assert runner.execute(Batch(both)).result().tokens == [[BAD_LOGITS], expected[1:]]
+
+
 Reference = Callable[[list[int]], torch.Tensor]
 
 

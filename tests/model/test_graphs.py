@@ -81,6 +81,9 @@ class FakeModel:
     def logits(self, hidden: Tensor) -> Tensor:
         return torch.nn.functional.one_hot(hidden[:, 0].long() % 50, 50).float()
 
+    def likeliest(self, hidden: Tensor) -> None:
+        return None
+
 
 class FakeRecorder:
     """Remembers the call, and of which size the graphs were that ran."""

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from model.batch import BAD_LOGITS
 from model.kernels.loaded import Kernels
 from model.linear import DenseLinear, KernelLinear, measure_tiles
 
@@ -149,6 +150,34 @@ def test_broken_rows_stay_broken_and_break_no_other(kernels: Kernels) -> None:
         assert not out[[1, 2]].isfinite().any()
 
 
+@pytest.mark.parametrize("kind", [*KINDS, "int8", "int4"])
+def test_the_likeliest_output_is_the_first_of_the_largest(kernels: Kernels, kind: str) -> None:
+    @settings(max_examples=30, deadline=None)
+    @given(SHAPES, st.booleans(), st.sampled_from([0.0, 10.0, torch.nan, torch.inf, -torch.inf]), st.data())
+    def check(shape: tuple[int, int, int], biased: bool, added: float, data: st.DataObject) -> None:
+        rows, outputs, inputs = shape
+        x, weight, bias = case(rows, outputs, inputs)
+        same = data.draw(st.lists(st.integers(0, outputs - 1), min_size=outputs, max_size=outputs))
+        weight, bias = weight[same], bias[same]  # some outputs are equal
+        bias[data.draw(st.integers(0, outputs - 1))] += added
+        linear = KernelLinear(weight, bias if biased else None, kind, kernels)
+        logits = linear(x)
+        expected = torch.where(logits.amax(1).isfinite(), torch.from_numpy(logits.numpy().argmax(1)), BAD_LOGITS)
+        assert torch.equal(linear.likeliest(x), expected)
+
+    check()
+
+
+def test_broken_rows_have_no_likeliest_output(kernels: Kernels) -> None:
+    x, weight, bias = case(4, 50, 40)
+    x[1, 3], x[2, 39] = torch.nan, torch.inf
+    for kind in (*KINDS, "int8", "int4"):
+        linear = KernelLinear(weight, bias, kind, kernels)
+        assert (linear.likeliest(x) == BAD_LOGITS).tolist() == [False, True, True, False]
+        linear = KernelLinear(weight, torch.full_like(bias, -torch.inf), kind, kernels)
+        assert (linear.likeliest(x) == BAD_LOGITS).all()
+
+
 def test_zeros_and_sizes(kernels: Kernels) -> None:
     x, weight, bias = case(3, 70, 64)
     weight[5] = 0
@@ -157,6 +186,7 @@ def test_zeros_and_sizes(kernels: Kernels) -> None:
         torch.testing.assert_close(linear(torch.zeros(2, 64)), bias.expand(2, -1))
         assert torch.equal(linear(x)[:, 5], bias[5].expand(3))
         assert linear(x[:0]).shape == (0, 70)
+        assert linear.likeliest(x[:0]).shape == (0,)
     bytes_of = {kind: KernelLinear(weight, None, kind, kernels).nbytes for kind in (*KINDS, "int8", "int4")}
     assert bytes_of["float32"] == 2 * bytes_of["bfloat16"] == 2 * bytes_of["float16"]
     assert bytes_of["int8"] < 0.6 * bytes_of["bfloat16"]
@@ -176,3 +206,5 @@ def test_mistakes_are_errors_not_crashes(kernels: Kernels) -> None:
         KernelLinear(weight, bias[1:], "float32", kernels)
     with pytest.raises(RuntimeError, match="x must have the shape"):
         KernelLinear(weight, bias, "float32", kernels)(x[:, 1:])
+    with pytest.raises(RuntimeError, match="a gated matrix has no likeliest output"):
+        KernelLinear(weight, bias, "float32", kernels, gated=True).likeliest(x)
