@@ -21,7 +21,7 @@ PHASES = {
     "plan": "plan",
     "blocks": "blocks of the pool",
     "inputs": "inputs",
-    "ends": "embedding, rope, norm",
+    "ends": "embedding",
     "layers": "layers",
     "head": "head",
     "sampling": "sampling",

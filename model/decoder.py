@@ -64,10 +64,10 @@ class Model(Protocol):
 
 
 class LayersAtOnce(Protocol):
-    """Our own kernels for what lies between the embedding and the last norm."""
+    """Our own kernels for all that lies behind the embedding."""
 
-    def __call__(self, x: Tensor, cos_sin: list[tuple[Tensor, Tensor]], inputs: StepInputs, storage: KVStorage) -> None:
-        """x [tokens, hidden] becomes the residual stream after the last layer."""
+    def __call__(self, x: Tensor, inputs: StepInputs, storage: KVStorage) -> Tensor:
+        """x [tokens, hidden], which it may change → hidden states, normed for the head."""
         ...
 
 
@@ -112,15 +112,14 @@ class Decoder:
         measure_tiles([*(linear for layer in self.layers for linear in layer.linears), self.head.linear])
         self.weight_bytes = ends_bytes + self.norm.nbytes + sum(layer.nbytes for layer in self.layers)
         # The ranks meet between the kernels of a layer, which are called one by one then.
-        self.fused: LayersAtOnce | None = _fused(config, self.layers, precision, attention) if group is None else None
+        self.fused: LayersAtOnce | None = self._fused(precision) if group is None else None
         self.reads_unwritten = self.fused is None and attention.reads_unwritten
 
     def forward(self, inputs: StepInputs, storage: KVStorage) -> Tensor:
         x = self.embedding(inputs.token_ids)
-        cos_sin = [rope.rows(inputs.positions, inputs.lengths, x.dtype) for rope in self.ropes]
         if self.fused is not None:
-            self.fused(x, cos_sin, inputs, storage)
-            return self.norm(x)
+            return self.fused(x, inputs, storage)
+        cos_sin = [rope.rows(inputs.positions, inputs.lengths, x.dtype) for rope in self.ropes]
         multiplier, group = self.config.residual_multiplier, self.group
         for number, layer in enumerate(self.layers):
             y = layer.before_attention(x) if layer.before_attention else x
@@ -216,13 +215,12 @@ class Decoder:
         )
         return layer.output(attended.reshape(tokens, heads * dim))
 
+    def _fused(self, precision: Precision) -> LayersAtOnce | None:
+        if self.attention.name != "triton":
+            return FusedLayers.of(self.config, self.layers, self.ropes, self.norm, precision)
+        # Imported here: only a GPU has triton.
+        from model.attention.triton import TritonAttention
+        from model.gpu.layers import TritonLayers
 
-def _fused(config: ModelConfig, layers: list[Layer], precision: Precision, attention: Attention) -> LayersAtOnce | None:
-    if attention.name != "triton":
-        return FusedLayers.of(config, layers, precision)
-    # Imported here: only a GPU has triton.
-    from model.attention.triton import TritonAttention
-    from model.gpu.layers import TritonLayers
-
-    assert isinstance(attention, TritonAttention)
-    return TritonLayers(config, layers, attention)
+        assert isinstance(self.attention, TritonAttention)
+        return TritonLayers(self.config, self.layers, self.ropes, self.norm, self.attention)

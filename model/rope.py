@@ -56,15 +56,20 @@ class RopeTable:
         self.cos = (angles.cos() * attention_factor).to(device)
         self.sin = (angles.sin() * attention_factor).to(device)
 
-    def rows(self, positions: Tensor, lengths: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin, each [tokens, 1, rotary_dim / 2], of tokens at `positions` [tokens] int64.
+    def places(self, positions: Tensor, lengths: Tensor | None) -> Tensor:
+        """The rows of the table that tokens at `positions` [tokens] int64 have.
 
         `lengths` [tokens] int64, known tokens of each token's sequence, is read only where `switch` is set.
         """
-        if self.switch is not None:
-            assert lengths is not None
-            positions = positions + (lengths > self.switch) * self.length
-        cos, sin = self.cos.index_select(0, positions), self.sin.index_select(0, positions)
+        if self.switch is None:
+            return positions
+        assert lengths is not None
+        return positions + (lengths > self.switch) * self.length
+
+    def rows(self, positions: Tensor, lengths: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and sin, each [tokens, 1, rotary_dim / 2], of the tokens that `places` takes."""
+        places = self.places(positions, lengths)
+        cos, sin = self.cos.index_select(0, places), self.sin.index_select(0, places)
         return cos.to(dtype).unsqueeze(1), sin.to(dtype).unsqueeze(1)
 
 

@@ -13,20 +13,31 @@ from model.gpu.write import writing
 from model.inputs import StepInputs
 from model.layer import Layer
 from model.layers import RMSNorm
+from model.rope import RopeTable
 
 
 class TritonLayers:
-    """What `Decoder.forward` does between the embedding and the last norm, rounding once where that rounds often."""
+    """What `Decoder.forward` does behind the embedding, rounding once where that rounds often."""
 
-    __slots__ = ("attention", "config", "layers")
+    __slots__ = ("attention", "config", "layers", "norm", "ropes")
 
-    def __init__(self, config: ModelConfig, layers: list[Layer], attention: TritonAttention) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        layers: list[Layer],
+        ropes: list[RopeTable],
+        norm: RMSNorm,
+        attention: TritonAttention,
+    ) -> None:
         self.config = config
         self.layers = layers
+        self.ropes = ropes
+        self.norm = norm
         self.attention = attention
 
-    def __call__(self, x: Tensor, cos_sin: list[tuple[Tensor, Tensor]], inputs: StepInputs, storage: KVStorage) -> None:
-        """x [tokens, hidden] becomes the residual stream after the last layer."""
+    def __call__(self, x: Tensor, inputs: StepInputs, storage: KVStorage) -> Tensor:
+        """x [tokens, hidden], which is added to, → hidden states, normed for the head."""
+        cos_sin = [rope.rows(inputs.positions, inputs.lengths, x.dtype) for rope in self.ropes]
         added: Tensor | None = None
         after: RMSNorm | None = None
         for number, layer in enumerate(self.layers):
@@ -37,7 +48,7 @@ class TritonLayers:
             y = both.new_empty(len(both), both.shape[1] // 2)
             gating(both, y, self.config.activation).run()
             added, after = layer.down(y), layer.after_mlp
-        self._step(x, added, after, None)
+        return self._step(x, added, after, self.norm)
 
     def _step(self, x: Tensor, added: Tensor | None, after: RMSNorm | None, before: RMSNorm | None) -> Tensor:
         """x += after(added); what the next projection reads: before(x)."""

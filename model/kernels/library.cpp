@@ -50,6 +50,7 @@ struct Decoder : torch::CustomClassHolder {
   std::vector<octavo::Laps> laps;  // one a thread
   std::vector<Handle> matrices;
   std::vector<Tensor> norms;
+  octavo::Norm last;
   octavo::Portions cuts[2];
   std::vector<std::atomic<int64_t>> counters;
   octavo::Barrier barrier;
@@ -103,11 +104,13 @@ struct Decoder : torch::CustomClassHolder {
     layers.push_back(layer);
   }
 
-  // x [tokens, hidden] float32 becomes the residual stream after the last layer; keys and values go to the pool.
+  void set_last_norm(const Tensor& weight) { last = norm(weight, g.hidden, "last_norm"); }
+
+  // x [tokens, hidden] float32 becomes the hidden states for the head; keys and values go to the pool.
   // keys and values: a plane of a slot behind the other; fit [layers, 4, kv_heads, dim]; places [layers, 2]: slot and
-  // group. cos_sin: cos and sin [tokens, half] of each rotary table.
+  // group. ropes: of each rotary table cos and sin [positions, half], and which rows the tokens have, [tokens].
   void forward(const Tensor& x, const Tensor& keys, const Tensor& values, const optional<Tensor>& fit,
-               int64_t block_size, const Tensor& places, const std::vector<Tensor>& cos_sin, const Tensor& blocks,
+               int64_t block_size, const Tensor& places, const std::vector<Tensor>& ropes, const Tensor& blocks,
                const Tensor& offsets, const Tensor& row_starts, const Tensor& starts, const Tensor& counts,
                const Tensor& tables) {
     const octavo::Rows rows = rows_of(blocks, offsets, row_starts, starts, counts, tables);
@@ -132,12 +135,16 @@ struct Decoder : torch::CustomClassHolder {
       if (std::find(all.begin(), all.end(), group) == all.end()) all.push_back(group);
     }
     std::vector<octavo::Rotary> rotaries;
-    for (size_t i = 0; i + 1 < cos_sin.size(); i += 2) {
-      const int64_t half = cos_sin[i].size(-1);
+    for (size_t i = 0; i + 2 < ropes.size(); i += 3) {
+      const int64_t positions = ropes[i].size(0), half = ropes[i].size(-1);
       TORCH_CHECK(2 * half <= g.dim, "rotary tables are wider than a head");
-      rotaries.push_back({pointer<float>(checked(cos_sin[i], at::kFloat, {tokens, half}, "cos")),
-                          pointer<float>(checked(cos_sin[i + 1], at::kFloat, {tokens, half}, "sin")), half});
+      const int64_t* at = pointer<int64_t>(checked(ropes[i + 2], at::kLong, {tokens}, "places of a rotary table"));
+      for (int64_t row = 0; row < tokens; row++)
+        TORCH_CHECK(0 <= at[row] && at[row] < positions, "position ", at[row], " of ", positions);
+      rotaries.push_back({pointer<float>(checked(ropes[i], at::kFloat, {positions, half}, "cos")),
+                          pointer<float>(checked(ropes[i + 1], at::kFloat, {positions, half}, "sin")), at, half});
     }
+    TORCH_CHECK(last.weight, "the last norm is missing");
     for (const octavo::Layer& layer : layers)
       TORCH_CHECK(layer.rope < (int64_t)rotaries.size(), "a rotary table is missing");
 
@@ -146,7 +153,7 @@ struct Decoder : torch::CustomClassHolder {
     for (auto& counter : counters) counter = 0;
     const octavo::Workspace workspace = reserve(rows, groups, kv.block_size);
     const octavo::Decode decode{g, layers.data(), count, kv, rows, rotaries.data(), pointer<float>(x),
-                                workspace};
+                                last, workspace};
     parallel([&](const octavo::Thread& t) { kernels.decode(decode, t); }, timed ? &laps : nullptr);
   }
 
@@ -227,6 +234,7 @@ LIBRARY(OCTAVO_LIBRARY, m) {
   m.class_<Decoder>("Decoder")
       .def(torch::init<int64_t, int64_t, int64_t, int64_t, int64_t, double, double, double, double, const std::string&>())
       .def("add_layer", &Decoder::add_layer)
+      .def("set_last_norm", &Decoder::set_last_norm)
       .def("forward", &Decoder::forward)
       .def("spent", &Decoder::spent);
   m.def("attention", &attention);

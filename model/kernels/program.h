@@ -155,7 +155,8 @@ struct Portions {
 };
 
 struct Rotary {
-  const float *cos, *sin;  // [tokens, half]
+  const float *cos, *sin;  // [positions, half]
+  const int64_t* places;   // [tokens]: their rows of the table
   int64_t half;
 };
 
@@ -230,6 +231,7 @@ struct Decode {
   const Rows& rows;
   const Rotary* rotaries;
   float* x;  // [tokens, hidden], the residual stream
+  Norm last; // of the stream, once all layers have added to it
   const Workspace& workspace;
 };
 

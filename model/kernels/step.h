@@ -196,7 +196,7 @@ struct Step : octavo::Decode {
           rms_norm(values, layer.qk_heads.weight + head * g.dim, g.dim, g.eps, values);
         if (layer.rope >= 0) {
           const octavo::Rotary& r = rotaries[layer.rope];
-          rotate(values, r.cos + row * r.half, r.sin + row * r.half, r.half);
+          rotate(values, r.cos + r.places[row] * r.half, r.sin + r.places[row] * r.half, r.half);
         }
       }
       for (int64_t head = 0; head < g.kv_heads; head++) {
@@ -241,6 +241,9 @@ struct Step : octavo::Decode {
       gate(t, layer.gate_up, prepare(t, layer.before_mlp, layer.gate_up));
       add(t, Phase::down, layer.down, prepare(t, w.middle, layer.down), layer.after_mlp);
     }
+    for (int64_t row = t.number; row < rows.tokens; row += t.count)
+      rms_norm(x + row * g.hidden, last.weight, g.hidden, g.eps, x + row * g.hidden);
+    t.mark(Phase::norms);
   }
 };
 
