@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from model.batch import Batch, Executor, Pending
+from model.batch import BAD_LOGITS, Batch, Executor, Pending
 from model.executor import Step
 from scheduler import worker
 from scheduler.config import EngineConfig
@@ -68,11 +68,14 @@ class Faulty:
             if fault := _BY_TOKEN.get(row.tokens[0]):
                 fault()
         step = self._runner.execute(batch)
-        if isinstance(step, Step) and step.draws is not None:
-            for number, place in step.draws.first.items():
+        if isinstance(step, Step) and (draws := step.draws) is not None:
+            for number, place in draws.first.items():
                 if batch.rows[number].tokens[0] == NAN:
                     with torch.inference_mode():
-                        step.draws.logits[place] = torch.nan
+                        if draws.logits is not None:
+                            draws.logits[place] = torch.nan
+                        elif draws.ahead is not None:  # the head has met them, and drawn nothing from them
+                            draws.ahead.tokens[place] = BAD_LOGITS
         return step
 
 
