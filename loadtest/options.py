@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shlex
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
@@ -159,6 +160,14 @@ def positive(kind: Callable[[str], N]) -> Callable[[str], N]:
 
     parse.__name__ = "number"
     return parse
+
+
+def shell_words(text: str) -> list[str]:
+    """An argparse type: what a shell makes of a line."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
 
 
 def natural(text: str) -> int:

@@ -26,7 +26,7 @@ import orjson
 from loadtest.arrangement import ARRANGEMENTS, AS_STARTED, Processes, may_raise, processor_seconds
 from loadtest.client import Client, NoModel, Served, Target, Unreachable, clock
 from loadtest.extras import MissingExtra
-from loadtest.options import Flags, Help, positive
+from loadtest.options import Flags, Help, positive, shell_words
 from loadtest.outcome import Outcome
 from loadtest.peers import PORT, Peer
 from loadtest.report import aligned, summarise
@@ -174,7 +174,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--output-len", type=positive(int), default=128, help="tokens of an answer")
     add("--repeat", type=positive(int), default=3, help="rounds; medians are shown")
     add("--threads", type=positive(int), metavar="N", help="of the engine (OMP_NUM_THREADS); without it, as it starts")
-    add("--serve-flags", default="", metavar="FLAGS", help="more flags of `octavo serve`, MODEL too, in one string")
+    serve = "more flags of `octavo serve`, MODEL too, in one string"
+    add("--serve-flags", type=shell_words, default=[], metavar="FLAGS", help=serve)
     add("--request-timeout", type=positive(float), default=3600.0, help="seconds for one whole answer")
     add("--seed", type=int, default=0, help="of the prompts")
     add("--result-file", type=Path, help="write the figures as JSON")
@@ -193,7 +194,7 @@ def main(argv: Sequence[str]) -> int:
     if any(one.niced for one in args.arrangements) and not may_raise():
         say("no arrangement that is niced: this user could not take it back (root or CAP_SYS_NICE could)")
         args.arrangements = [one for one in args.arrangements if not one.niced]
-    flags = ("--log-level", "warning", *shlex.split(args.serve_flags))
+    flags = ("--log-level", "warning", *args.serve_flags)
     command = (sys.executable, "-m", "server", "serve", "--port", PORT, *flags)
     threads = {"OMP_NUM_THREADS": str(args.threads)} if args.threads is not None else {}
     return run(Peer("octavo", "octavo", command, threads, ready="/ready"), args)
@@ -218,7 +219,8 @@ def run(peer: Peer, args: argparse.Namespace) -> int:
     print(found.lines())
     if args.result_file is not None:
         try:
-            args.result_file.write_bytes(orjson.dumps(found.fields() | {"sharing_serve_flags": args.serve_flags}))
+            fields = found.fields() | {"sharing_serve_flags": shlex.join(args.serve_flags)}
+            args.result_file.write_bytes(orjson.dumps(fields))
         except OSError as error:
             say(f"cannot write {args.result_file}: {error.strerror}")
             return BAD_START

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import shlex
 import sys
 import tempfile
 import time
@@ -25,7 +24,7 @@ import aiohttp
 import numpy as np
 
 from loadtest.extras import MissingExtra, extra
-from loadtest.options import Flags, Help, byte_count, positive
+from loadtest.options import Flags, Help, byte_count, positive, shell_words
 from loadtest.peers import PORT, Peer
 from loadtest.running import Died, Running, running, tree
 from loadtest.soak_clients import START_SECONDS, Clients, Seen
@@ -129,7 +128,7 @@ class Watch:
 
 async def soak(args: argparse.Namespace, log: Path) -> list[str]:
     """One run; what is broken. Raises Died where the server does not start."""
-    command = (sys.executable, "-m", "server", "serve", "--port", PORT, *FLAGS, *shlex.split(args.serve_flags))
+    command = (sys.executable, "-m", "server", "serve", "--port", PORT, *FLAGS, *args.serve_flags)
     async with running(Peer("octavo", "octavo", command), log, START_SECONDS) as server:
         clients = Clients(server, Traffic(args.seed), args.concurrency)
         watch = Watch(server, clients, args.interval)
@@ -212,7 +211,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--kill-every", type=positive(float), default=90.0, help="seconds between kills of the engine")
     add("--no-kill", action="store_true", help="leave the engine alone")
     add("--max-growth", type=byte_count, default=128 * MIB, metavar="BYTES", help="of memory behind the warm-up")
-    add("--serve-flags", default="", metavar="FLAGS", help="more flags of `octavo serve`, in one string")
+    serve = "more flags of `octavo serve`, in one string"
+    add("--serve-flags", type=shell_words, default=[], metavar="FLAGS", help=serve)
     add("--seed", type=int, default=0, help="of all that is drawn")
     return parser
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
-import shlex
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -26,7 +25,7 @@ import orjson
 
 from loadtest.client import clock
 from loadtest.extras import MissingExtra
-from loadtest.options import Flags, Help, byte_count, positive
+from loadtest.options import Flags, Help, byte_count, positive, shell_words
 from loadtest.peers import PORT, Peer
 from loadtest.report import row
 from loadtest.running import Died, Running, running
@@ -119,7 +118,7 @@ async def measure(args: argparse.Namespace, disk: Path, log: Path) -> Turns:
     found = Turns()
     openings = conversations(args.conversations, args.input_len, args.seed)
     flags = ("--kv-disk", str(disk), "--kv-disk-size", str(args.kv_disk_size), "--log-level", "warning")
-    command = (sys.executable, "-m", "server", "serve", "--port", PORT, *flags, *shlex.split(args.serve_flags))
+    command = (sys.executable, "-m", "server", "serve", "--port", PORT, *flags, *args.serve_flags)
     peer = Peer("octavo", "octavo", command, ready="/ready")
 
     async def turn(server: Running, session: aiohttp.ClientSession, opening: str, number: int | None) -> Answer:
@@ -158,7 +157,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--output-len", type=positive(int), default=32, help="tokens of an answer")
     add("--kv-disk", type=Path, metavar="FILE", help="without it, a file in a temporary folder")
     add("--kv-disk-size", type=byte_count, default=1 << 30, metavar="BYTES", help="of that file")
-    add("--serve-flags", default="", metavar="FLAGS", help="more flags of `octavo serve`, MODEL too, in one string")
+    serve = "more flags of `octavo serve`, MODEL too, in one string"
+    add("--serve-flags", type=shell_words, default=[], metavar="FLAGS", help=serve)
     add("--request-timeout", type=positive(float), default=3600.0, help="seconds for one whole answer")
     add("--seed", type=int, default=0, help="of the words")
     add("--result-file", type=Path, help="write the figures as JSON")

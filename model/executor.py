@@ -48,8 +48,8 @@ class Draws:
 
 
 class Runner:
-    """See `model.batch.Executor`. On a CPU `execute` computes the layers and `result` draws; on a GPU `execute` only
-    enqueues, and `result` waits."""
+    """See `model.batch.Executor`. On a CPU `execute` computes layers and logits and `result` draws, but where all rows
+    want the likeliest token alone, the head finds it at once; on a GPU `execute` only enqueues, and `result` waits."""
 
     def __init__(
         self, model: Model, storage: KVStorage, max_num_batched_tokens: int, kernels: Kernels | None = None

@@ -57,8 +57,11 @@ struct Fit {
 // Of so many inputs x [count] of a group. A group that uses fewer codes than 16 had fewer in its file; with more, its
 // outliers are cut off.
 inline Fit fit(const vf* x, int64_t count) {
-  vf low = x[0], high = x[0];
-  for (int64_t i = 1; i < count; i++) low = x[i] < low ? x[i] : low, high = greater(x[i], high);
+  vf low = x[0], high = x[0], broken = {};
+  for (int64_t i = 0; i < count; i++) {
+    low = x[i] < low ? x[i] : low, high = greater(x[i], high);
+    broken += x[i] * 0.0f;  // NaN where a weight is not finite
+  }
   Fit best = Fit::kept((high - low) / 15.0f, low);
   vf least = best.error(x, count);
   const auto consider = [&](const Fit& it) {
@@ -68,14 +71,15 @@ inline Fit fit(const vf* x, int64_t count) {
   };
   consider(best.refined(x, count));
   for (const float steps : {14, 13, 12, 11, 10, 9, 8, 16, 17}) {
-    // Weights in general are off by a twelfth of a squared step; what comes from a file only by its rounding to 16 bits.
-    const vf off = least - best.scale * best.scale * (float(count) / 200);
+    // Weights in general are off by a twelfth of a squared step. What comes from a file is off by its rounding to
+    // bfloat16, a 3,000th where zero is within its range; much more may be one weight with a wrong code.
+    const vf off = least - best.scale * best.scale * (float(count) / 2000);
     if (most(off) <= 0) break;
     const Fit it = Fit::kept((high - low) / steps, low);
     consider(it);
     consider(it.refined(x, count));
   }
-  return best;
+  return {best.scale, best.low + broken};
 }
 
 // One group of the first (0) or second (1) W outputs of a panel, x [count]. The first must be packed before the second.
@@ -85,7 +89,7 @@ inline void pack_fours(const vf* x, int64_t count, int second, uint8_t* group) {
   narrow(scales, it.scale), narrow(scales + 2 * W, it.low);
   uint8_t* codes = group + 8 * W;
   for (int64_t i = 0; i < GROUP; i++) {
-    const vi code = i < count ? __builtin_convertvector(it.code(x[i]), vi) : vi{};
+    const vi code = i < count ? __builtin_convertvector(it.code(x[i]), vi) & 15 : vi{};  // NaN is no code
     for (int j = 0; j < W; j++) {
       uint8_t& both = codes[(i / 2 * W + j) * 2 + i % 2];
       both = second ? uint8_t(both | code[j] << 4) : uint8_t(code[j]);

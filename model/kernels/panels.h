@@ -72,9 +72,9 @@ inline int64_t panel_count(bool gated, int64_t outputs) {
 }
 
 inline void pack_int8(const Matrix& m, int64_t at, int lane, const float* row, int8_t* to) {
-  float high = 0;
-  for (int64_t k = 0; k < m.inputs; k++) high = std::max(high, std::fabs(row[k]));
-  const float scale = high / 127.0f;
+  float high = 0, broken = 0;
+  for (int64_t k = 0; k < m.inputs; k++) high = std::max(high, std::fabs(row[k])), broken += row[k] * 0.0f;
+  const float scale = high / 127.0f + broken;  // NaN where a weight is not finite
   for (int64_t k = 0; k < 2 * pairs(m.inputs); k++) {
     const int8_t integer = k < m.inputs && scale > 0 ? int8_t(std::lrint(row[k] / scale)) : 0;
     to[(k / 2 * PANEL + lane) * 2 + k % 2] = integer;

@@ -98,6 +98,13 @@ def test_what_cannot_be_taken_back_is_left_out(
     assert not capsys.readouterr().err, "nothing was left out"
 
 
+def test_flags_that_no_shell_understands(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["--serve-flags", "--dtype 'float32"])
+    assert stopped.value.code == 2
+    assert '--serve-flags: "--dtype \'float32": No closing quotation' in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [((), "no process of an engine"), (("--stall",), "3 of 3 requests failed, the first: timeout")],

@@ -11,6 +11,8 @@ import msgspec
 import pytest
 import torch
 import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvpool.formats import FORMATS
 from model.batch import BAD_LOGITS, NO_TOKEN, Batch, Row
@@ -128,6 +130,53 @@ def test_rows_that_ask_for_the_likeliest_token_alone_need_no_logits(
     assert mixed[:2] == [expected[0], follows[0]]
     runner.storage.data[:, :, 1] = torch.nan
     assert runner.execute(Batch(both)).result().tokens == [[BAD_LOGITS], expected[1:]]
+
+
+PARAMS = st.builds(
+    SamplingParams,
+    max_tokens=st.just(4),
+    seed=st.integers(0, 3),
+    temperature=st.sampled_from([0.0, 0.0, 0.7]),
+    top_k=st.sampled_from([0, 1]),
+    logit_bias=st.sampled_from([{}, {}, {}, {5: 100.0}]),
+    min_tokens=st.sampled_from([0, 0, 0, 2]),
+    stop_token_ids=st.sampled_from([(), tuple(range(100))]),
+    allowed_token_ids=st.sampled_from([None, None, None, (7, 8)]),
+    logprobs=st.sampled_from([None, None, None, 2]),
+    prompt_logprobs=st.sampled_from([None, 1]),
+)
+ROWS = st.lists(
+    st.tuples(PARAMS, st.integers(3, 20), st.lists(st.integers(0, VOCAB - 1), max_size=2)), min_size=1, max_size=3
+)
+
+
+def test_who_finds_the_likeliest_token_changes_nothing(folder: Path) -> None:
+    """Whatever the rows ask for; all that asks for more than the token takes the logits."""
+    runner = make_runner(folder)
+    found, found_by_head = list[bool](), runner.model.likeliest
+
+    def note(hidden: torch.Tensor) -> torch.Tensor | None:
+        tokens = found_by_head(hidden)
+        found.append(tokens is not None)
+        return tokens
+
+    @settings(max_examples=60, deadline=None)
+    @given(ROWS)
+    def check(asked: list[tuple[SamplingParams, int, list[int]]]) -> None:
+        texts = prompts(VOCAB, [length for _, length, _ in asked])
+        rows = [
+            Row(text, len(text), 0, len(text), [1 + 2 * i, 2 + 2 * i], params, plain=params.plain, draft=draft)
+            for i, (text, (params, _, draft)) in enumerate(zip(texts, asked, strict=True))
+        ]
+        found.clear()
+        runner.model.likeliest = note  # type: ignore[method-assign]
+        result = runner.execute(Batch(rows)).result()
+        simple = all(params.plain and (params.temperature == 0 or params.top_k == 1) for params, _, _ in asked)
+        assert found == [True] * simple
+        runner.model.likeliest = lambda hidden: None  # type: ignore[method-assign]
+        assert result == runner.execute(Batch(rows)).result()
+
+    check()
 
 
 Reference = Callable[[list[int]], torch.Tensor]

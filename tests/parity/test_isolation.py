@@ -29,6 +29,10 @@ BLOCK = 16
 PLACES = ("before", "in the layers", "at the logits", "behind")
 
 
+HEAD = ("logits", "likeliest")
+"""What a model's head is asked: the second where it may do without the first."""
+
+
 def no_memory(*_: Any) -> Any:
     """What torch does where the system gives it none: more than any address reaches."""
     return torch.empty(2**50, dtype=torch.uint8)
@@ -51,7 +55,8 @@ class Faulty:
             if place == "in the layers":  # half of them have written their keys and values
                 self._cut(patch)
             if place == "at the logits":
-                patch.setattr(self.runner.model, "logits", no_memory)
+                for name in HEAD:
+                    patch.setattr(self.runner.model, name, no_memory)
             pending = self.runner.execute(batch)
         if place == "behind":
             pending.result()
@@ -64,7 +69,8 @@ class Faulty:
             layers = model.layers
             patch.setattr(model, "layers", [*layers[:2], replace(layers[2], down=no_memory), *layers[3:]])
         else:  # one call computes them all: everything is written, and then it fails
-            patch.setattr(model, "norm", no_memory)
+            fused = model.fused
+            patch.setattr(model, "fused", lambda *given: no_memory(fused(*given)))
 
 
 def run(engine: Engine, asked: Prompts) -> tuple[Answers, list[str], EngineStats]:
@@ -156,7 +162,7 @@ def test_logits_that_are_not_finite(case: tuple[Runner, Prompts, Answers], monke
     """A draft is blamed first, and computed anew; then the row."""
     runner, asked, right = case
     guilty = asked[GUILTY]
-    logits, execute = runner.model.logits, runner.execute
+    execute = runner.execute
     spoiled: list[int] = []
 
     def watched(batch: Batch) -> Pending:
@@ -169,12 +175,16 @@ def test_logits_that_are_not_finite(case: tuple[Runner, Prompts, Answers], monke
                 position += 1 + len(row.draft)
         return execute(batch)
 
-    def bad(hidden: torch.Tensor) -> torch.Tensor:
-        out = logits(hidden)
-        out[spoiled] = float("nan")
-        return out
+    def bad(head: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
+        def spoilt(hidden: torch.Tensor) -> Any:
+            hidden = hidden.clone()
+            hidden[spoiled] = float("nan")
+            return head(hidden)
 
-    monkeypatch.setattr(runner.model, "logits", bad)
+        return spoilt
+
+    for name in HEAD:
+        monkeypatch.setattr(runner.model, name, bad(getattr(runner.model, name)))
     monkeypatch.setattr(runner, "execute", watched)
     engine = make_engine(runner, runner.storage.data.shape[2])
     answers, errors, stats = run(engine, asked)
