@@ -102,8 +102,12 @@ class Service:
     @property
     def fingerprint(self) -> str:
         """Changes where the same request could give another text."""
-        ready = self.loaded.ready if self.loaded is not None else None
-        return f"octavo-{VERSION}" + (f"-{ready.device}-{ready.dtype}-{ready.attention}" if ready is not None else "")
+        parts = ["octavo", VERSION]
+        if self.loaded is not None:
+            ready = self.loaded.ready
+            weights = self.settings.quantization or ready.dtype
+            parts += [ready.device, weights, f"kv-{ready.kv_cache_dtype}", ready.attention]
+        return "-".join(parts)
 
     @property
     def state(self) -> str:

@@ -11,7 +11,7 @@ from openai.types import Completion
 
 from model.tokenizer import Tokenizer
 from scheduler.messages import Submit
-from tests.server.running import CHAT, COMPLETIONS, MODEL, Running
+from tests.server.running import CHAT, COMPLETIONS, MODEL, Running, running
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -60,6 +60,16 @@ def test_a_stream_says_the_same(server: Running) -> None:
     assert all("usage" not in chunk for chunk in chunks[:-1])
     for key in ("id", "created", "model", "object", "system_fingerprint"):
         assert len({str(chunk[key]) for chunk in chunks[:-1]}) == 1
+
+
+def test_another_number_type_is_another_fingerprint(smol: Tokenizer) -> None:
+    """Of the weights or of the keys and values: the same request may get another text."""
+    found = set()
+    for quantization in (None, "int8", "int4"):
+        with running(smol, quantization=quantization) as server:
+            found.add(server.complete().json()["system_fingerprint"])
+            assert "-kv-" in server.service.fingerprint
+    assert len(found) == 3
 
 
 @pytest.mark.parametrize(("path", "given"), [(COMPLETIONS, {"prompt": "x"}), (CHAT, {"messages": HI})])
