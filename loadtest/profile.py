@@ -2,8 +2,8 @@
 
 Methods of one engine are wrapped, and each moment of a step counts for the innermost one under way:
 
-    engine.step   other ┌ plan ┐┌ plan ┌ inputs ┐┌ ends ┌ layers ┐ ┐┌ head ┐ ┐┌ output ┌ sampling ┐ ┐ other
-                        └──────┘└──────┴────────┴┴──────┴────────┴─┴┴──────┴─┘└────────┴──────────┴─┘
+    engine.step   other ┌ plan ┐┌ plan ┌ inputs ┐┌ embedding ┌ layers ┐ ┐┌ head ┐ ┐┌ output ┌ sampling ┐ ┐ other
+                        └──────┘└──────┴────────┴┴───────────┴────────┴─┴┴──────┴─┘└────────┴──────────┴─┘
 
 So an engine that is not profiled has no mark in it, and pays nothing. Within the layers, one call of C++, the kernels'
 threads note their own phases; the table shows the mean of the threads.
@@ -21,7 +21,7 @@ PHASES = {
     "plan": "plan",
     "blocks": "blocks of the pool",
     "inputs": "inputs",
-    "ends": "embedding",
+    "embedding": "embedding",
     "layers": "layers",
     "head": "head",
     "sampling": "sampling",
@@ -90,7 +90,7 @@ def watch(engine: Any) -> Stopwatch:
         (engine, "_collect", "output"),
         (runner, "execute", "other"),
         (runner._builder, "build", "inputs"),
-        (model, "forward", "ends" if fused else "layers"),
+        (model, "forward", "embedding" if fused else "layers"),
         *([(model, "fused", "layers")] if fused else []),
         (model, "logits", "head"),
         (model, "likeliest", "head"),

@@ -94,6 +94,7 @@ class Fit:
             for i, row in enumerate(self._gram):
                 weight = row[i]
                 if weight > 0:
+                    # Not `_dot`: this is the inner loop, and the lengths are the same by construction.
                     missing = self._right[i] - sum(map(mul, row, shape))
                     pull = self._trust[i] * weight * (self._prior[i] - shape[i])
                     step = (missing + pull) / ((1 + self._trust[i]) * weight)

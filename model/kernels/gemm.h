@@ -196,27 +196,16 @@ inline void tile_of(const Matrix& m, const Operand& x, int64_t row, int64_t pane
   const int64_t bytes = panel_bytes(m.kind, m.inputs);
   const char* weights = (const char*)m.data + panel * bytes;
   const float* rows = x.rows + row * x.stride;
+  const int64_t stride = encoded_bytes(m.kind, m.inputs);
+  const char* encoded = (const char*)x.encoded + row * stride;
   switch (m.kind) {
     case Kind::f32: return multiply<Floats, M, P>(rows, x.stride, weights, bytes, m.inputs, tile);
     case Kind::f16: return multiply<Halves, M, P>(rows, x.stride, weights, bytes, m.inputs, tile);
     case Kind::bf16:
-      if constexpr (BF16_PAIRS) {
-        const int64_t stride = encoded_bytes(m.kind, m.inputs);
-        const char* encoded = (const char*)x.encoded + row * stride;
-        return multiply_pairs<M, P>(encoded, stride, weights, bytes, m.inputs, tile);
-      } else {
-        return multiply<Brains, M, P>(rows, x.stride, weights, bytes, m.inputs, tile);
-      }
-    case Kind::int8: {
-      const int64_t stride = encoded_bytes(m.kind, m.inputs);
-      const char* encoded = (const char*)x.encoded + row * stride;
-      return multiply_int8<M, P>(encoded, stride, x.scales + row, m, panel, tile);
-    }
-    case Kind::int4: {
-      const int64_t stride = encoded_bytes(m.kind, m.inputs);
-      const char* encoded = (const char*)x.encoded + row * stride;
-      return multiply_int4<M, P>(encoded, stride, x.scales + row, m, panel, tile);
-    }
+      if constexpr (BF16_PAIRS) return multiply_pairs<M, P>(encoded, stride, weights, bytes, m.inputs, tile);
+      else return multiply<Brains, M, P>(rows, x.stride, weights, bytes, m.inputs, tile);
+    case Kind::int8: return multiply_int8<M, P>(encoded, stride, x.scales + row, m, panel, tile);
+    case Kind::int4: return multiply_int4<M, P>(encoded, stride, x.scales + row, m, panel, tile);
   }
 }
 

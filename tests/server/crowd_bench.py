@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import resource
 import sys
 import time
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from statistics import median
 
 from model.source import resolve
 from model.tokenizer import load_tokenizer
+from server.connections import allow_files
 from tests.server.running import CHAT, Running, running
 
 CROWD = 500
@@ -58,8 +58,7 @@ async def ask(port: int, body: bytes) -> list[Refusal]:
 
 def refused(server: Running) -> list[Refusal]:
     """By a server of one seat and no queue, whose seat is taken."""
-    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(files, min(most, 4 * CROWD)), most))
+    allow_files()
     body = json.dumps({"messages": [{"role": "user", "content": "x" * 100_000}]}).encode()
     server.call(lambda: server.service.admission.reserve(1))
     try:
